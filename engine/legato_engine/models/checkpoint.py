@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -173,20 +171,22 @@ def _headers(file: Path, as_codes: Collection[str]) -> Iterator[TensorHeader]:
         return
     if is_gguf(file):
         formats = code_formats(file) if as_codes else {}
-        for name, shape in _gguf_shapes(file).items():
+        for own_name, stored in read_gguf(file).tensors.items():
+            name = _name_of_gguf(own_name)
             base = name.rpartition(".")[0]
-            if base not in as_codes:
-                yield TensorHeader(name, file, shape, torch.float32)
-                continue
-            for part, like in formats[base].empty(shape, torch.device("meta")).tensors().items():
-                yield TensorHeader(f"{base}.{part}", file, tuple(like.shape), like.dtype)
+            if base in as_codes:
+                codes = formats[base].empty(stored.shape, torch.device("meta")).tensors()
+                for part, like in codes.items():
+                    yield TensorHeader(f"{base}.{part}", file, tuple(like.shape), like.dtype)
+            elif own_name != ROPE_FACTORS:
+                yield TensorHeader(name, file, stored.shape, torch.float32)
         return
     with _open(file) as handle:
         for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
             part = handle.get_slice(name)
-            if (stored := part.get_dtype()) not in _DTYPES:
-                raise InvalidField(f"{file.name}: {name} is stored as {stored}", field="weights")
-            yield TensorHeader(name, file, tuple(part.get_shape()), _DTYPES[stored])
+            if (dtype := part.get_dtype()) not in _DTYPES:
+                raise InvalidField(f"{file.name}: {name} is stored as {dtype}", field="weights")
+            yield TensorHeader(name, file, tuple(part.get_shape()), _DTYPES[dtype])
 
 
 def _open(file: Path) -> safe_open:
@@ -524,15 +524,6 @@ _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _GGUF_HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
 
-def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors by their names in a checkpoint; unknown names stay."""
-    return {
-        _name_of_gguf(name): stored.shape
-        for name, stored in read_gguf(path).tensors.items()
-        if name != ROPE_FACTORS
-    }
-
-
 def fill_from_gguf(path: Path, name: str, target: torch.Tensor) -> None:
     """Write a tensor by its name in a checkpoint, cast, into one of its shape."""
     file = read_gguf(path)
@@ -545,10 +536,13 @@ def fill_from_gguf(path: Path, name: str, target: torch.Tensor) -> None:
         return
     stored = names[name]
     takes_numbers = target.device.type == "cpu" and target.dtype is torch.float32
-    direct = takes_numbers and target.is_contiguous()
-    out = target if direct else torch.empty(target.shape)
     with refusing(f"{stored} in {path.name}", "weights"):
-        _read_gguf(file, stored, out.numpy())
+        heads = _rotated_heads(file, stored)
+        direct = takes_numbers and target.is_contiguous() and not heads
+        out = target if direct else torch.empty(target.shape)
+        file.read(stored, out.numpy())
+        if heads:
+            out = _pairs_apart(out, heads)
     if not direct:
         target.copy_(out.to(target.device))
 
@@ -564,30 +558,18 @@ def _gguf_codes(path: Path, stored: str) -> dict[str, torch.Tensor]:
     found = {"codes": codes, "scales": torch.from_numpy(blocks.scales)}
     if blocks.minima is not None:
         found["minima"] = torch.from_numpy(blocks.minima)
-    heads = _rotated_heads(file, stored)
-    if heads:
-        for name, rows in found.items():
-            pairs = rows.reshape(heads, -1, 2, rows.shape[1])
-            found[name] = pairs.transpose(1, 2).reshape(rows.shape)
+    if heads := _rotated_heads(file, stored):
+        found = {name: _pairs_apart(rows, heads) for name, rows in found.items()}
     return found
 
 
-def _read_gguf(file: GgufFile, stored: str, out: npt.NDArray[np.float32]) -> None:
-    heads = _rotated_heads(file, stored)
-    if not heads:
-        file.read(stored, out)
-        return
-    pairs = np.empty_like(out)
-    file.read(stored, pairs)
-    halves = out.reshape(heads, 2, -1, *out.shape[1:])
-    halves[...] = pairs.reshape(heads, -1, 2, *out.shape[1:]).swapaxes(1, 2)
+def _pairs_apart(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Put the two dims of rotated pairs, which are side by side, half a head apart."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _rotated_heads(file: GgufFile, stored: str) -> int:
-    """Return the heads of a Llama's queries or keys, or 0.
-
-    Its GGUF has the two dims of a rotated pair side by side, a checkpoint half a head apart.
-    """
+    """Return the heads of a Llama's queries or keys, whose pairs are side by side, or 0."""
     part = stored.split(".")[-2]
     if file.architecture != "llama" or part not in _GGUF_HEADS:
         return 0

@@ -105,7 +105,7 @@ class TokenLog:
 
     def __init__(
         self,
-        pieces: Pieces,
+        pieces: Vocabulary,
         *,
         logprobs: bool,
         top_logprobs: int = 0,
@@ -151,15 +151,11 @@ class TokenLog:
 # ---------------------------------------------------------------- detokenizer
 
 
-class Pieces(Protocol):
-    """A vocabulary's bytes by token id."""
+class Vocabulary(Protocol):
+    """Tokens of plain text."""
 
     def piece(self, token_id: int) -> bytes:
         """Return a token's bytes, perhaps part of a character; none for special ids."""
-
-
-class Vocabulary(Pieces, Protocol):
-    """Pieces of plain text."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Recognise no special tokens."""
@@ -172,7 +168,7 @@ class Detokenizer:
     that is decided. Leading whitespace and unfinished characters are dropped.
     """
 
-    def __init__(self, tokenizer: Pieces, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Vocabulary, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
@@ -234,7 +230,7 @@ def task_setup(
     prompt: tuple[PromptToken, ...],
     defaults: SamplingDefaults,
     *,
-    pieces: Pieces,
+    pieces: Vocabulary,
     eos: frozenset[int],
     max_context: int,
     prefix_length: int = 0,

@@ -6,7 +6,6 @@ or keep busy without end, runs in a confined process: `python -m legato_engine.m
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import contextlib
 import io
@@ -154,8 +153,7 @@ def _confined(kind: str, file: IO[bytes], size: int, *, max_bytes: int) -> bytes
         process = subprocess.Popen(
             (
                 *(sys.executable, "-m", "legato_engine.models.untrusted"),
-                *("--kind", kind, "--parent", str(os.getpid())),
-                *("--memory", str(memory), "--seconds", str(_CPU_SECONDS)),
+                *(kind, str(memory), str(_CPU_SECONDS), str(os.getpid())),
             ),
             stdin=file,
             stdout=subprocess.PIPE,
@@ -181,26 +179,25 @@ def _confined(kind: str, file: IO[bytes], size: int, *, max_bytes: int) -> bytes
 
 
 def main() -> int:
-    """Read the file on standard input, and write what it is to standard output."""
-    parser = argparse.ArgumentParser(prog="legato_engine.models.untrusted")
-    parser.add_argument("--kind", required=True, help="tokenizer or pickle:KEY")
-    parser.add_argument("--memory", type=int, required=True, help="bytes for the parser")
-    parser.add_argument("--seconds", type=float, required=True, help="CPU time")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the engine")
-    arguments = parser.parse_args()
-    bind_to_parent(arguments.parent)
+    """Read the file on standard input, and write what it is to standard output.
+
+    Arguments: the kind (tokenizer or pickle:KEY), the parser's bytes of memory and seconds of CPU
+    time, the process id of the engine.
+    """
+    kind, _, key = sys.argv[1].partition(":")
+    memory, seconds, parent = int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    bind_to_parent(parent)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    kind, _, key = arguments.kind.partition(":")
     read = _pickle_reader(key) if kind == "pickle" else _tokenizer_reader()
-    _limit_memory(arguments.memory)
+    _limit_memory(memory)
     sandbox.confine(max_files=_MAX_FILES)
-    signal.setitimer(signal.ITIMER_PROF, arguments.seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         reply = _DONE + read(sys.stdin.buffer.read())
     except FileRefused as error:
         reply = _REFUSED + str(error).encode()[:_MAX_REASON]
     except BaseException as error:  # noqa: BLE001 - a panic is no `Exception`
-        too_large = f"takes more than {arguments.memory >> 20} MiB to be read"
+        too_large = f"takes more than {memory >> 20} MiB to be read"
         said = too_large if is_out_of_memory(error) else f"cannot be read: {reason(error)}"
         reply = _REFUSED + said.encode()
     sys.stdout.buffer.write(reply)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 
@@ -88,6 +88,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
 
     def check(self) -> None:
+        """Raise InvalidField if no question would have a prompt."""
         self._render(_messages(QuerySpec(question="?")), "weights")
 
     def end_of_turn(self) -> int | None:
@@ -203,24 +204,12 @@ FREE: tuple[Constraint, ...] = (Constraint(),)
 """The constraints of plain text."""
 
 
-class Prompter(Protocol):
-    """Makes a prompt of a question and its conversation."""
-
-    def check(self) -> None:
-        """Raise InvalidField if no question would have a prompt."""
-
-    def end_of_turn(self) -> int | None:
-        """Return the token that follows an answer in a conversation, if there is one."""
-
-    def encode(self, task: QuerySpec, shown: Sequence[Shown] = ()) -> tuple[int, ...]: ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextSetup:
     """Parts of a frontend; any id of `eos` ends an answer."""
 
     name: str
-    prompter: Prompter
+    prompter: Plain | ChatTemplate
     tokenizer: TextTokenizer
     eos: frozenset[int]
     sampling: SamplingDefaults

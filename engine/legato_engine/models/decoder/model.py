@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -250,7 +250,12 @@ class DecoderNetwork(nn.Module):
             config.rope_theta, config.rotary_dim, config.max_context, config.rope_scaling
         )
         self.config = config
-        self._adapted = _adapted_maps(self.layers[0])
+        # Of a layer, by map in the order of `cpu.CpuLayer`, which is that of a block.
+        self._low_rank_parts = [
+            [*_parts_of(name, module)]
+            for name, module in self.layers[0].named_modules()
+            if isinstance(module, Linear)
+        ]
         self._table: PanelWeight | None = None
         self._tied_head: PackedWeight | None = None
         self._tied_format: CodeFormat | None = None
@@ -309,11 +314,13 @@ class DecoderNetwork(nn.Module):
         """Return the linear maps of all layers by their stored names."""
         maps: dict[str, Widths] = {}
         modules: dict[str, tuple[int, str]] = {}
-        for each in self._adapted:
-            for part, outputs in each.parts.items():
-                maps[part] = each.inputs, outputs
-                for layer in range(self.config.num_layers):
-                    name = self.checkpoint_name(f"layers.{layer}.{each.path}.{part}.weight")
+        for layer, block in enumerate(self.layers):
+            for path, module in block.named_modules(prefix=f"layers.{layer}"):
+                if not isinstance(module, Linear):
+                    continue
+                for part, outputs in _parts_of(path, module).items():
+                    maps[part] = module.in_features, outputs
+                    name = self.checkpoint_name(f"{path.rpartition('.')[0]}.{part}.weight")
                     modules[name.removesuffix(".weight")] = layer, part
         return PeftTargets(BankSizes(self.config.num_layers, maps), modules)
 
@@ -475,8 +482,8 @@ class DecoderNetwork(nn.Module):
         if adapters is not None:
             maps = adapters.weights.maps
             stacks = (
-                [LowRankStack(*(each[layers] for each in maps[part])) for part in adapted.parts]
-                for adapted in self._adapted
+                [LowRankStack(*(each[layers] for each in maps[part])) for part in parts]
+                for parts in self._low_rank_parts
             )
             low_rank = cpu.CpuLowRank(adapters.rows, *stacks)
         return cpu.CpuRows(kv.k_LNHSE[layers], kv.v_LNHSE[layers], low_rank, angles)
@@ -490,25 +497,11 @@ class DecoderNetwork(nn.Module):
         return cpu.CpuDecoder(library, layers, sizes, (self.rope.cos_PR, self.rope.sin_PR))
 
 
-class _AdaptedMap(NamedTuple):
-    """A layer's linear map: its inputs, and numbers of outputs by the names of its parts."""
-
-    path: str
-    inputs: int
-    parts: dict[str, int]
-
-
-def _adapted_maps(block: nn.Module) -> list[_AdaptedMap]:
-    """Return a layer's linear maps in the order of `cpu.CpuLayer`, which is that of a block."""
-    found = []
-    for name, module in block.named_modules():
-        if isinstance(module, Linear):
-            path, _, own = name.rpartition(".")
-            parts = {own: module.out_features}
-            if isinstance(module, PackedLinear):
-                parts = module.parts
-            found.append(_AdaptedMap(path, module.in_features, parts))
-    return found
+def _parts_of(name: str, module: Linear) -> dict[str, int]:
+    """Return the outputs of a map's parts by their own names."""
+    if isinstance(module, PackedLinear):
+        return module.parts
+    return {name.rpartition(".")[2]: module.out_features}
 
 
 # ---------------------------------------------------------------- model

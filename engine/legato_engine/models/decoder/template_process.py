@@ -63,27 +63,24 @@ class TemplateProcess:
             InternalError: the process cannot be started.
         """
         request = {"template": template, "variables": dict(variables), "messages": list(messages)}
+        line = msgspec.json.encode(request) + b"\n"
         with self._lock:
-            reply = self._ask(msgspec.json.encode(request))
-        if "text" in reply:
-            text: str = reply["text"]
-            return text
-        raise TemplateRefused(reply["refused"])
+            child = self._running()
+            try:
+                assert child.stdin is not None
+                child.stdin.write(line)
+                child.stdin.flush()
+                reply = _receive(child, _REPLY_SECONDS)
+            except OSError as error:
+                self._end()
+                raise TemplateRefused(f"the process that renders it ended: {error}") from None
+        if "text" not in reply:
+            raise TemplateRefused(reply["refused"])
+        return str(reply["text"])
 
     def close(self) -> None:
         with self._lock:
             self._end()
-
-    def _ask(self, request: bytes) -> dict[str, Any]:
-        child = self._running()
-        try:
-            assert child.stdin is not None
-            child.stdin.write(request + b"\n")
-            child.stdin.flush()
-            return _receive(child, _REPLY_SECONDS)
-        except OSError as error:
-            self._end()
-            raise TemplateRefused(f"the process that renders it ended: {error}") from None
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
