@@ -40,6 +40,7 @@ _MAX_REASON = 300  # characters
 _DONE, _REFUSED = b"\x00", b"\x01"  # before a result, before the reason of a refusal
 
 _PROBE = "".join(map(chr, range(32, 127))) + "a" * 64 + "b\n\té\u4e2d\U0001f600 " * 8
+_PICKLED = "lora_state_dict"  # of a published fine-tune
 _MAX_TOKENS_PER_BYTE = 8  # of a text: one token is the rule
 
 
@@ -134,8 +135,8 @@ def _check_tokenizer(path: Path) -> None:
         raise InvalidField(f"{path} {error}", field="tokenizer") from None
 
 
-def tensors_of_pickle(data: bytes, key: str) -> bytes:
-    """Return the dict of tensors under `key` in a torch checkpoint as safetensors.
+def tensors_of_pickle(data: bytes) -> bytes:
+    """Return the dict of tensors under `_PICKLED` in a torch checkpoint as safetensors.
 
     Raises:
         FileRefused: there is no such dict, or unpickling takes too much time or memory.
@@ -143,12 +144,12 @@ def tensors_of_pickle(data: bytes, key: str) -> bytes:
     with os.fdopen(os.memfd_create("legato-pickle", os.MFD_CLOEXEC), "r+b") as file:
         file.write(data)
         file.seek(0)
-        return _confined(f"pickle:{key}", file, len(data), max_bytes=2 * len(data) + (1 << 20))
+        return _confined("pickle", file, len(data), max_bytes=2 * len(data) + (1 << 20))
 
 
 def _confined(kind: str, file: IO[bytes], size: int, *, max_bytes: int) -> bytes:
     """Return what the process makes of a file of `size` bytes."""
-    memory = _MEMORY + _MEMORY_PER_BYTE[kind.partition(":")[0]] * size
+    memory = _MEMORY + _MEMORY_PER_BYTE[kind] * size
     try:
         process = subprocess.Popen(
             (
@@ -181,23 +182,22 @@ def _confined(kind: str, file: IO[bytes], size: int, *, max_bytes: int) -> bytes
 def main() -> int:
     """Read the file on standard input, and write what it is to standard output.
 
-    Arguments: the kind (tokenizer or pickle:KEY), the parser's bytes of memory and seconds of CPU
-    time, the process id of the engine.
+    Arguments: the kind (tokenizer or pickle), the parser's bytes of memory and seconds of CPU time,
+    the process id of the engine.
     """
-    kind, _, key = sys.argv[1].partition(":")
-    memory, seconds, parent = int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
-    bind_to_parent(parent)
+    kind, memory, seconds, parent = sys.argv[1:]
+    bind_to_parent(int(parent))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    read = _pickle_reader(key) if kind == "pickle" else _tokenizer_reader()
-    _limit_memory(memory)
+    read = _pickle_reader() if kind == "pickle" else _tokenizer_reader()
+    _limit_memory(int(memory))
     sandbox.confine(max_files=_MAX_FILES)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_PROF, float(seconds))
     try:
         reply = _DONE + read(sys.stdin.buffer.read())
     except FileRefused as error:
         reply = _REFUSED + str(error).encode()[:_MAX_REASON]
     except BaseException as error:  # noqa: BLE001 - a panic is no `Exception`
-        too_large = f"takes more than {memory >> 20} MiB to be read"
+        too_large = f"takes more than {int(memory) >> 20} MiB to be read"
         said = too_large if is_out_of_memory(error) else f"cannot be read: {reason(error)}"
         reply = _REFUSED + said.encode()
     sys.stdout.buffer.write(reply)
@@ -237,25 +237,25 @@ def _is_json(data: bytes) -> bool:
     return True
 
 
-def _pickle_reader(key: str) -> Callable[[bytes], bytes]:
+def _pickle_reader() -> Callable[[bytes], bytes]:
     import torch
     from safetensors import torch as safetensors
 
     def read(data: bytes) -> bytes:
         # Without `weights_only` a file could run code.
         content: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        found = content.get(key) if isinstance(content, dict) else None
+        found = content.get(_PICKLED) if isinstance(content, dict) else None
         if not isinstance(found, dict):
-            raise FileRefused(f"has no {key}")
+            raise FileRefused(f"has no {_PICKLED}")
         for name, tensor in found.items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                raise FileRefused(f"has {name!r} in {key}, which holds named tensors only")
+                raise FileRefused(f"has {name!r} in {_PICKLED}, which holds named tensors only")
             if tensor.layout is not torch.strided:
-                raise FileRefused(f"has {name} in {key}, which is no dense tensor")
+                raise FileRefused(f"has {name} in {_PICKLED}, which is no dense tensor")
         return safetensors.save({name: each.detach().clone() for name, each in found.items()})
 
     saved = io.BytesIO()  # the first file loads modules, which a confined process cannot
-    torch.save({key: {"warm": torch.zeros(1, dtype=torch.bfloat16)}}, saved)
+    torch.save({_PICKLED: {"warm": torch.zeros(1, dtype=torch.bfloat16)}}, saved)
     read(saved.getvalue())
     with contextlib.suppress(pickle.UnpicklingError):
         torch.load(io.BytesIO(pickle.dumps(Path())), weights_only=True)

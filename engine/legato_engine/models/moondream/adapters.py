@@ -70,7 +70,7 @@ def _read_own(data: bytes, model: str) -> Mapping[str, torch.Tensor]:
 
 def _read_published(data: bytes) -> Mapping[str, torch.Tensor]:
     try:
-        return safetensors.load(tensors_of_pickle(data, "lora_state_dict"))
+        return safetensors.load(tensors_of_pickle(data))
     except FileRefused as error:
         raise AdapterUnusable(f"the torch checkpoint {error}") from None
 

@@ -110,22 +110,22 @@ def read_draft(path: Path, config: MoondreamConfig, text: Text, kv: KVCache) -> 
         {name: tensor.to(like.device, like.dtype) for name, tensor in tensors.items()}, assign=True
     )
     draft = draft.eval().requires_grad_(requires_grad=False)
-    by_kernels = _by_kernels(config, draft, text, kv, int(layer))
-    return by_kernels or DraftProposer(draft, text, kv, int(layer))
-
-
-def _by_kernels(
-    config: MoondreamConfig, draft: DraftLayer, text: Text, kv: KVCache, layer: int
-) -> Proposer | None:
     sizes = DraftSizes(
         dim=config.text.dim,
-        inner=draft.fc1.out_features,
+        inner=inner,
         num_heads=config.text.num_heads,
         vocab_size=config.text.vocab_size,
         page_size=kv.page_size,
         max_pages=-(-config.text.max_context // kv.page_size),
         num_angles=config.text.rotary_dim // 2,
     )
+    by_kernels = _by_kernels(sizes, draft, text, kv, int(layer))
+    return by_kernels or DraftProposer(draft, text, kv, int(layer))
+
+
+def _by_kernels(
+    sizes: DraftSizes, draft: DraftLayer, text: Text, kv: KVCache, layer: int
+) -> Proposer | None:
     layers: Any = draft.named_children()
     weights = DraftWeights(
         **{name: _affine(layer) for name, layer in layers},
