@@ -23,6 +23,8 @@ from legato_engine.types import MaskOutline
 if TYPE_CHECKING:
     from legato_engine.kernels.accelerated import RowTensors, SampledTokens
     from legato_engine.kernels.decode_loop import MegakernelOffer
+    from legato_engine.models.decoder.model import DecoderNetwork
+    from legato_engine.models.moondream.text import Text
     from legato_engine.speculation import BlockPolicy
 
 
@@ -191,6 +193,7 @@ class Model(abc.ABC):
     Methods that are not abstract are optional capabilities, by default absent.
     """
 
+    _decoder: Text | DecoderNetwork  # runs prompts and steps
     constraints: tuple[Constraint, ...]  # index 0 allows every token
     num_layers: int
     num_kv_heads: int
@@ -226,21 +229,21 @@ class Model(abc.ABC):
     def embed(self, token_ids_T: torch.Tensor, payload_T2: torch.Tensor) -> torch.Tensor:
         """[T, D]: embeddings, or the encoded payload of a token with a value."""
 
-    @abc.abstractmethod
     def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
         """[T, D] final residual stream; writes the span's keys and values."""
+        return self._decoder.prefill(x_TD, span, kv)
 
-    @abc.abstractmethod
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
         """Write what `prefill` writes, without the residual stream."""
+        self._decoder.cache_span(x_TD, span, kv)
 
-    @abc.abstractmethod
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
         """[B, D] final residual stream; row b attends to positions 0..positions_B[b]."""
+        return self._decoder.decode(x_BD, batch, kv)
 
-    @abc.abstractmethod
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """[B, V] float32."""
+        return self._decoder.logits(hidden_BD)
 
     # ------------------------------------------------------------ optional
 
@@ -273,7 +276,7 @@ class Model(abc.ABC):
 
     def prefill_chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
         """[T, D], as `prefill`, without reading a device value on the host."""
-        raise NotImplementedError
+        return self._decoder.chunk(x_TD, chunk, kv)
 
     def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank | None:
         """Allocate the bank of low-rank adapters; None if the model takes none."""

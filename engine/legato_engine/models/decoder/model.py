@@ -423,6 +423,9 @@ class DecoderNetwork(nn.Module):
         where, attend = span_metadata(span, self.rope), span_attention(span, x_TD.shape[0])
         return self._blocks(x_TD, where, kv, attend, span.adapters)
 
+    def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
+        self.prefill(x_TD, span, kv)
+
     def chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
         """Like `prefill`, of fixed shape; can be captured."""
         where = chunk_metadata(chunk, self.rope).metadata(len(x_TD), kv.page_size)
@@ -527,7 +530,7 @@ class DecoderModel(Model):
         self.kv_scale_L2 = None
         self.num_parameters = network.num_parameters
         self.bos_token = 0  # unused: the prefix is empty
-        self._network = network
+        self._network = self._decoder = network
         self._targets = network.adapter_targets()
         self._device = network.norm.weight.device
         network.rope.fill(self._device)
@@ -542,21 +545,6 @@ class DecoderModel(Model):
 
     def embed(self, token_ids_T: torch.Tensor, payload_T2: torch.Tensor) -> torch.Tensor:
         return self._network.embed(token_ids_T)
-
-    def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
-        return self._network.prefill(x_TD, span, kv)
-
-    def prefill_chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
-        return self._network.chunk(x_TD, chunk, kv)
-
-    def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
-        self._network.prefill(x_TD, span, kv)
-
-    def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
-        return self._network.decode(x_BD, batch, kv)
-
-    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        return self._network.logits(hidden_BD)
 
     def adapter_bank(self, num_slots: int, max_rank: int) -> AdapterBank:
         sizes, like = self._targets.sizes, self._network.norm.weight

@@ -44,7 +44,7 @@ from legato_engine.models.moondream.region import RegionCoder
 from legato_engine.models.moondream.tasks import constraint_table
 from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision, normalised
-from legato_engine.models.paged_attention import Chunk, DecodeBatch, KVCache, PrefillSpan
+from legato_engine.models.paged_attention import KVCache
 
 _LEVELS = 256
 _VALUES_PER_LOAD = 8  # unaligned rows of patches would be copied first
@@ -184,7 +184,7 @@ class MoondreamModel(Model):
         self.bos_token = config.tokens.bos
         self.has_prefill_chunks = network.text.has_chunks
         self._config = config
-        self._network = network
+        self._network, self._decoder = network, network.text
         self._tokens = config.tokens
         self._device = network.text.wte.device
         network.text.fill(self._device)
@@ -210,21 +210,6 @@ class MoondreamModel(Model):
         kind_T1 = token_ids_T[:, None]
         x_TD = torch.where(kind_T1 == self._tokens.coord, coords_TD, words_TD)
         return torch.where(kind_T1 == self._tokens.size, sizes_TD, x_TD)
-
-    def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor:
-        return self._network.text.prefill(x_TD, span, kv)
-
-    def prefill_chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor:
-        return self._network.text.chunk(x_TD, chunk, kv)
-
-    def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
-        self._network.text.cache_span(x_TD, span, kv)
-
-    def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
-        return self._network.text.decode(x_BD, batch, kv)
-
-    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
-        return self._network.text.logits(hidden_BD)
 
     def values(
         self, hidden_BD: torch.Tensor, token_ids_B: torch.Tensor, logits_BV: torch.Tensor

@@ -123,8 +123,8 @@ class Qwen3VLFrontend(TextFrontend):
             raise TaskUnsupported("this model takes no points and boxes in questions", task="query")
         if task.reasoning:
             raise TaskUnsupported("this model has no query with reasoning", task="query")
-        if task.shows_image and request.image is None:
-            raise InvalidField("this task needs an image", field="image")
+        if task.shows_image:
+            _require_one(request)
         if task.shows_image and not task.question.strip() and not task.history:
             task = msgspec.structs.replace(task, question=_CAPTIONS[CaptionLength.NORMAL])
         prompt, visual = self._prompt(task, images)
