@@ -61,7 +61,6 @@ class Coded(nn.Module):
 
     @property
     def num_coded(self) -> int:
-        """Return the number of weights that are loaded as codes."""
         return self._shape.numel() if self.stored is not None else 0
 
 

@@ -76,7 +76,6 @@ class Rope(nn.Module):
         self.register_buffer("sin_PR", empty, persistent=False)
 
     def fill(self, device: torch.device) -> None:
-        """Compute the tables."""
         exponent_R = torch.arange(0, self._rotary_dim, 2, dtype=torch.float32) / self._rotary_dim
         divisor_R = self._theta**exponent_R
         if self._scaling is not None:

@@ -129,7 +129,6 @@ class PeftTargets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the modules' own names, each once."""
         return tuple(dict.fromkeys(name.rpartition(".")[2] for name in self.modules))
 
 
@@ -235,7 +234,6 @@ def _pairs(
 
 
 def _reason(name: str, targets: PeftTargets) -> str:
-    """Return why a tensor is refused."""
     if _VISION.search(name):
         return "is of the vision tower, which takes no adapters"
     if "lora_magnitude_vector" in name:

@@ -129,7 +129,6 @@ def opened(file: Path) -> Iterator[Fill]:
 
 
 def read(header: TensorHeader) -> torch.Tensor:
-    """Return a stored tensor."""
     tensor = torch.empty(header.shape, dtype=header.dtype)
     with opened(header.file) as fill:
         fill(header.name, tensor)

@@ -72,7 +72,6 @@ def read_calibrations(folder: Path) -> CalibrationFile | None:
 def confidence_info(
     skills: Sequence[str], calibrations: CalibrationFile | None
 ) -> CalibrationInfo | None:
-    """Build the confidence information of a model with these skills."""
     scored = tuple(skill for skill in SKILLS_WITH_CONFIDENCE if skill in skills)
     if not scored:
         return None

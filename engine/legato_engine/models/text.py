@@ -96,6 +96,7 @@ def _check(sampling: SamplingParams) -> None:
         raise InvalidField("a stop string is empty", field="stop")
 
 
+@dataclasses.dataclass(slots=True)
 class TokenLog:
     """Describes each token of a sequence, in order, by its text or its value.
 
@@ -103,34 +104,27 @@ class TokenLog:
     computes them for all of its rows. `coord` and `size`: the ids that carry values.
     """
 
-    def __init__(
-        self,
-        pieces: Vocabulary,
-        *,
-        logprobs: bool,
-        top_logprobs: int = 0,
-        coord: int | None = None,
-        size: int | None = None,
-    ) -> None:
-        self._pieces = pieces
-        self._logprobs = logprobs
-        self._top_logprobs = top_logprobs
-        self._coord = coord
-        self._size = size
-        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    pieces: Vocabulary
+    logprobs: bool
+    top_logprobs: int = 0
+    coord: int | None = None
+    size: int | None = None
+    _decoder: codecs.IncrementalDecoder = dataclasses.field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("ignore"), init=False
+    )
 
     def read(self, token: SampledToken) -> TokenInfo:
         """Describe a token; its text is what it completes, shown or not."""
-        alternatives = self._alternatives(token) if self._top_logprobs else ()
-        piece = self._pieces.piece(token.token_id)
-        has_value = token.token_id in (self._coord, self._size)
+        alternatives = self._alternatives(token) if self.top_logprobs else ()
+        piece = self.pieces.piece(token.token_id)
+        has_value = token.token_id in (self.coord, self.size)
         return TokenInfo(
             token_id=token.token_id,
             text=self._decoder.decode(piece),
-            logprob=token.logprob if self._logprobs else None,
-            coordinate=token.payload[0] if token.token_id == self._coord else None,
-            size=token.payload if token.token_id == self._size else None,
-            certainty=token.certainty if self._logprobs and has_value else None,
+            logprob=token.logprob if self.logprobs else None,
+            coordinate=token.payload[0] if token.token_id == self.coord else None,
+            size=token.payload if token.token_id == self.size else None,
+            certainty=token.certainty if self.logprobs and has_value else None,
             alternatives=alternatives,
             piece=piece,
         )
@@ -139,9 +133,9 @@ class TokenLog:
         """Each with the text that it would have completed."""
         state = self._decoder.getstate()
         told = []
-        for token_id, logprob in token.alternatives[: self._top_logprobs]:
+        for token_id, logprob in token.alternatives[: self.top_logprobs]:
             self._decoder.setstate(state)
-            piece = self._pieces.piece(token_id)
+            piece = self.pieces.piece(token_id)
             text = self._decoder.decode(piece)
             told.append(Alternative(token_id=token_id, text=text, logprob=logprob, piece=piece))
         self._decoder.setstate(state)
@@ -243,13 +237,7 @@ def task_setup(
     max_tokens = token_budget(wanted, prefix_length + len(prompt), max_context)
     log = None
     if request.return_tokens:
-        log = TokenLog(
-            pieces,
-            logprobs=request.logprobs,
-            top_logprobs=request.top_logprobs,
-            coord=coord,
-            size=size,
-        )
+        log = TokenLog(pieces, request.logprobs, request.top_logprobs, coord, size)
     return TaskSetup(prompt, sampling, max_tokens, eos, log)
 
 

@@ -125,7 +125,6 @@ class ChatTemplate:
         return tuple(ids)
 
     def _render(self, messages: Sequence[Message], field: str) -> str:
-        """Render messages; errors name the given field."""
         try:
             return templates.render(self._template, self._variables, messages)
         except TemplateRefused as error:

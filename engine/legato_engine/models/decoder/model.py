@@ -263,7 +263,6 @@ class DecoderNetwork(nn.Module):
 
     @staticmethod
     def checkpoint_name(name: str) -> str:
-        """Return the stored name of a parameter or module."""
         return name if name.startswith("lm_head.") else f"model.{name}"
 
     @property
@@ -311,7 +310,6 @@ class DecoderNetwork(nn.Module):
                 module.use_codes(None)
 
     def adapter_targets(self) -> PeftTargets:
-        """Return the linear maps of all layers by their stored names."""
         maps: dict[str, Widths] = {}
         modules: dict[str, tuple[int, str]] = {}
         for layer, block in enumerate(self.layers):

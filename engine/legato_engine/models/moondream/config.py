@@ -266,7 +266,6 @@ def _problem_of_experts(text: TextConfig) -> str | None:
 
 
 def _ids(value: object) -> Iterator[int]:
-    """Yield the token ids in nested settings."""
     if isinstance(value, int):
         yield value
     elif isinstance(value, list | tuple | dict):

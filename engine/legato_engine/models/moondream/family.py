@@ -40,11 +40,6 @@ class MoondreamBundle(ModelBundle):
     config: MoondreamConfig
     frontend: MoondreamFrontend
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of the weights."""
-        return _folder(self.weights)
-
     def quantisation(self, code_format: CodeFormat) -> Quantisation:
         from legato_engine.models.moondream.quantised import quantisation
         from legato_engine.models.recipe import require_plain
@@ -71,7 +66,7 @@ class MoondreamBundle(ModelBundle):
                 self.config, self.weights, device, dtype, options, codes=codes
             )
         if options.vision_fp8:
-            vision_fp8.use_fp8(network.vision, self.folder)
+            vision_fp8.use_fp8(network.vision, _folder(self.weights))
         on_cpu = device.type == "cpu"
         if codes is not None and on_cpu:
             network.text.dequantise()

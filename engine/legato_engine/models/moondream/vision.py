@@ -176,7 +176,8 @@ class Vision(nn.Module):
             x_NTD = self.patch_emb(patches_NTP) + self.pos_emb
             normed: torch.Tensor = self.post_ln(torch.stack([*map(self.on_cpu.whole, x_NTD)]))
             return normed
-        with self._counting():
+        counters = self._counters
+        with contextlib.nullcontext() if counters is None else counters.cleared():
             x_NTD, y_NTD = self.patch_emb(patches_NTP), self.pos_emb
             for block in self.blocks:
                 x_NTD, y_NTD = block(x_NTD, y_NTD)
@@ -195,9 +196,6 @@ class Vision(nn.Module):
                 tapped_NTD = x_NTD.clone() if y_NTD is None else x_NTD + y_NTD
         _, normed_NTD = ops.add_norm(x_NTD, y_NTD, self.post_ln)
         return tapped_NTD, normed_NTD
-
-    def _counting(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._counters is None else self._counters.cleared()
 
     def reconstruct(self, tiles_NTD: torch.Tensor, tiling: tuple[int, int]) -> torch.Tensor:
         """[T, D]: tiles stitched and pooled to one grid."""
