@@ -56,9 +56,6 @@ class Fp8Linear(nn.Module):
             bias_O = bias_O + linear.weight.float() @ centre_K
         self.bias = _constant(bias_O.to(linear.bias.dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiply(ops.quantise(x))
-
     def multiply(self, x: Quantised) -> torch.Tensor:
         """[..., O] in the bias's dtype."""
         values, scale = x.values.flatten(0, -2), x.scale.flatten(0, -2)
@@ -118,11 +115,8 @@ class Fp8Attention(nn.Module):
         x, normed = ops.add_norm_quantised(x, y, ln)
         return x, split_heads(self.qkv.multiply(normed), self._num_heads)
 
-    def join(self, heads: torch.Tensor) -> torch.Tensor:
-        return self.proj.multiply(ops.quantise(heads.flatten(-2)))
-
     def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
-        return x, self.join(heads)
+        return x, self.proj.multiply(ops.quantise(heads.flatten(-2)))
 
 
 class Fp8MLP(nn.Module):

@@ -248,7 +248,7 @@ def test_a_value_that_is_no_number_stays_none():
     """NaN and infinity make their row's outputs not finite, and no other row's."""
     x_TK = torch.randn(3, 32)
     x_TK[0, 3], x_TK[2, 5] = float("nan"), float("inf")
-    out_TO = Fp8Linear(layer(32, 16))(x_TK)
+    out_TO = Fp8Linear(layer(32, 16)).multiply(ops.quantise(x_TK))
     assert out_TO.isfinite().all(-1).tolist() == [False, True, False]
     assert not out_TO[::2].isfinite().any()
 
@@ -270,7 +270,7 @@ def test_a_layer_is_close_to_float32(inputs, outputs):
     linear = layer(inputs, outputs)
     sizes_T1 = torch.logspace(-2, 2, 64)[:, None]
     x_TK = torch.randn(2, 64, inputs) * sizes_T1
-    ours, truth = Fp8Linear(linear)(x_TK), linear(x_TK)
+    ours, truth = Fp8Linear(linear).multiply(ops.quantise(x_TK)), linear(x_TK)
     assert ours.shape == truth.shape
     sizes_TO = sizes_T1 * sizes_of(outputs)
     assert relative_error(ours / sizes_TO, truth / sizes_TO) < LAYER_ERROR
