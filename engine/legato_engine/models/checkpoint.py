@@ -266,9 +266,12 @@ def plan(network: nn.Module, headers: Iterable[TensorHeader], rename: Rename) ->
         for header in headers
         if (to := rename(header.name)) is not None
     )
-    problems = _problems(moves, expected)
-    if problems:
-        raise InvalidField(_summary(problems), field="weights", problems=len(problems))
+    if problems := _problems(moves, expected):
+        lines = [f"the checkpoint does not fit the model in {len(problems)} tensors:"]
+        lines += [f"  {problem}" for problem in problems[:_MAX_NAMED]]
+        if len(problems) > _MAX_NAMED:
+            lines.append(f"  and {len(problems) - _MAX_NAMED} more")
+        raise InvalidField("\n".join(lines), field="weights", problems=len(problems))
     return moves
 
 
@@ -329,14 +332,6 @@ def _of_unknown(moves: Iterable[Move], expected: Mapping[str, torch.Tensor]) -> 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _summary(problems: Sequence[str]) -> str:
-    lines = [f"the checkpoint does not fit the model in {len(problems)} tensors:"]
-    lines += [f"  {problem}" for problem in problems[:_MAX_NAMED]]
-    if len(problems) > _MAX_NAMED:
-        lines.append(f"  and {len(problems) - _MAX_NAMED} more")
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- checkpoint
