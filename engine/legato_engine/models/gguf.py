@@ -56,18 +56,6 @@ def dequantise(kind: str, blocks: Bytes, out: Numbers) -> None:
             groups += codes.minima[:, :, None]
 
 
-def _q4_0(blocks: Bytes) -> BlockCodes:
-    return BlockCodes(_nibbles(blocks[:, 2:]), _halves(blocks[:, :2]), None)
-
-
-def _q4_1(blocks: Bytes) -> BlockCodes:
-    return BlockCodes(_nibbles(blocks[:, 4:]), _halves(blocks[:, :2]), _halves(blocks[:, 2:4]))
-
-
-def _q8_0(blocks: Bytes) -> BlockCodes:
-    return BlockCodes(blocks[:, 2:].view(np.int8), _halves(blocks[:, :2]), None)
-
-
 def _q4_k(blocks: Bytes) -> BlockCodes:
     """Eight groups of 32, whose scales and minima have 6 bits and a factor of the whole block."""
     low, high, both = blocks[:, 4:16].reshape(-1, 3, 4).swapaxes(0, 1)
@@ -102,9 +90,11 @@ def _nibbles(quants: Bytes) -> Bytes:
 
 
 SPLIT: Mapping[str, Callable[[Bytes], BlockCodes]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q8_0": _q8_0,
+    "Q4_0": lambda each: BlockCodes(_nibbles(each[:, 2:]), _halves(each[:, :2]), None),
+    "Q4_1": lambda each: BlockCodes(
+        _nibbles(each[:, 4:]), _halves(each[:, :2]), _halves(each[:, 2:4])
+    ),
+    "Q8_0": lambda each: BlockCodes(each[:, 2:].view(np.int8), _halves(each[:, :2]), None),
     "Q4_K": _q4_k,
     "Q6_K": _q6_k,
 }

@@ -189,7 +189,8 @@ def main() -> int:
     bind_to_parent(int(parent))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     read = _pickle_reader() if kind == "pickle" else _tokenizer_reader()
-    _limit_memory(int(memory))
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_DATA, (used + int(memory),) * 2)
     sandbox.confine(max_files=_MAX_FILES)
     signal.setitimer(signal.ITIMER_PROF, float(seconds))
     try:
@@ -203,11 +204,6 @@ def main() -> int:
     sys.stdout.buffer.write(reply)
     sys.stdout.buffer.flush()
     os._exit(0)  # no destructor of what a file made runs
-
-
-def _limit_memory(num_bytes: int) -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE
-    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, used + num_bytes))
 
 
 def _tokenizer_reader() -> Callable[[bytes], bytes]:

@@ -17,9 +17,7 @@ from legato_engine.models.frontend import PreparedImage
 from legato_engine.models.grammar import GrammarCompiler
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens, Template
 from legato_engine.models.moondream.preprocess import (
-    CroppedImage,
     Pixels,
-    WholeImage,
     crop_image,
     whole_image,
 )
@@ -48,7 +46,6 @@ from legato_engine.types import (
     CaptionLength,
     CaptionSpec,
     DetectSpec,
-    ImageBox,
     ImagePoint,
     ImageProperties,
     PointSpec,
@@ -152,7 +149,9 @@ def spatial_tokens(ref: SpatialRef, tokens: SpecialTokens) -> Prompt:
     if isinstance(ref, ImagePoint):
         _check_unit(ref.x, ref.y)
         return PromptToken(tokens.coord, (ref.x, 0.0)), PromptToken(tokens.coord, (ref.y, 0.0))
-    _check_box(ref)
+    _check_unit(ref.x_min, ref.y_min, ref.x_max, ref.y_max)
+    if ref.x_min > ref.x_max or ref.y_min > ref.y_max:
+        raise InvalidField("a box needs min <= max", field="spatial_refs")
     centre_x, centre_y = (ref.x_min + ref.x_max) / 2, (ref.y_min + ref.y_max) / 2
     return (
         PromptToken(tokens.coord, (centre_x, 0.0)),
@@ -164,12 +163,6 @@ def spatial_tokens(ref: SpatialRef, tokens: SpecialTokens) -> Prompt:
 def _check_unit(*values: float) -> None:
     if not all(math.isfinite(value) and 0.0 <= value <= 1.0 for value in values):
         raise InvalidField("spatial references lie within 0..1", field="spatial_refs")
-
-
-def _check_box(box: ImageBox) -> None:
-    _check_unit(box.x_min, box.y_min, box.x_max, box.y_max)
-    if box.x_min > box.x_max or box.y_min > box.y_max:
-        raise InvalidField("a box needs min <= max", field="spatial_refs")
 
 
 def _plain(ids: Iterable[int]) -> Prompt:
@@ -223,14 +216,16 @@ class MoondreamFrontend:
         self, image_rgb: Image.Image | Pixels, key: str, info: ImageProperties
     ) -> PreparedImage:
         """Prepare PIL RGB or pixels [H, W, 3], to which the result may refer."""
-        pixels = self._layout(image_rgb)
-        return PreparedImage(
-            key=key,
-            pixels=pixels,
-            info=info,
-            num_bytes=pixels.num_bytes,
-            num_crops=pixels.plan.num_crops if isinstance(pixels, WholeImage) else 0,
-        )
+        if self._resize_on_device:
+            whole = whole_image(np.asarray(image_rgb), self._config.vision)
+            if whole is not None:
+                return PreparedImage(key, whole, info, whole.num_bytes, whole.plan.num_crops)
+        if isinstance(image_rgb, np.ndarray):
+            image_rgb = Image.fromarray(image_rgb)
+        crops = crop_image(image_rgb, self._config.vision)
+        if self._keep_images:
+            crops = dataclasses.replace(crops, original=np.asarray(image_rgb))
+        return PreparedImage(key, crops, info, crops.num_bytes)
 
     def prefix_length(self, has_image: bool) -> int:
         return self._config.prefix_length if has_image else 1
@@ -258,18 +253,6 @@ class MoondreamFrontend:
                 label, calibration = request.task.object.strip(), self._calibration(request)
                 tokens = self._config.tokens
                 return SegmentSkill(setup, label, self._tokenizer, tokens, calibration)
-
-    def _layout(self, image_rgb: Image.Image | Pixels) -> CroppedImage | WholeImage:
-        if self._resize_on_device:
-            whole = whole_image(np.asarray(image_rgb), self._config.vision)
-            if whole is not None:
-                return whole
-        if isinstance(image_rgb, np.ndarray):
-            image_rgb = Image.fromarray(image_rgb)
-        crops = crop_image(image_rgb, self._config.vision)
-        if self._keep_images:
-            crops = dataclasses.replace(crops, original=np.asarray(image_rgb))
-        return crops
 
     def _query(self, request: Request, task: QuerySpec) -> TextSkill:
         for place in task.places:

@@ -78,7 +78,8 @@ def rename(num_heads: int, *, kv_scales: bool = False) -> Rename:
             return Destination(ours, flat=True) if kv_scales else None
         if name in _TABLES:
             return Destination(_TABLES[name], transposed=True)
-        name = _by_rule(name)
+        matches = ((pattern.fullmatch(name), template) for pattern, template in _RULES)
+        name = next((match.expand(template) for match, template in matches if match), name)
         if half := _TAU_HALF.fullmatch(name):
             return Destination(f"{half[1]}wqwv", first_row=0 if half[2] == "q" else num_heads)
         return name
@@ -104,13 +105,6 @@ def missing_kv_scales(headers: Iterable[TensorHeader], num_layers: int) -> list[
 
 def _plain(stored: str) -> str:
     return stored.replace("._orig_mod", "").removeprefix("_orig_mod.").removeprefix("model.")
-
-
-def _by_rule(name: str) -> str:
-    for pattern, template in _RULES:
-        if match := pattern.fullmatch(name):
-            return match.expand(template)
-    return name
 
 
 # ---------------------------------------------------------------- weights

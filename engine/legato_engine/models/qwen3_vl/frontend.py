@@ -212,18 +212,14 @@ def _shown(
         place, image, parts = places[group[0]], images[group[0]], [{"type": "image"}]
         times = [time for at in group if (time := places[at].time) is not None]
         if times:
-            image = _joined(image, images[group[-1]])
+            second = images[group[-1]]
+            pixels, key = joined(image.pixels, second.pixels), f"{image.key} {second.key}"
+            image = PreparedImage(key, pixels, image.info, pixels.num_bytes)
             told = f"<{sum(times) / len(times):.1f} seconds>"
             parts = [{"type": "text", "text": told}, {"type": "video"}]
         shown.append(Shown(place.turn, place.offset, parts))
         visuals.append(image)
     return shown, visuals
-
-
-def _joined(first: PreparedImage, second: PreparedImage) -> PreparedImage:
-    pixels = joined(first.pixels, second.pixels)
-    key = f"{first.key} {second.key}"
-    return dataclasses.replace(first, key=key, pixels=pixels, num_bytes=pixels.num_bytes)
 
 
 def _placed(
