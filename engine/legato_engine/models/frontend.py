@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Self
 
 from legato_engine.sequence import Constraint, Task
 from legato_engine.types import CalibrationInfo, ImageProperties, Request, TaskSpec
@@ -25,7 +26,7 @@ class PreparedImage:
     num_crops: int = 0  # for an `ImageEncoder`; 0: `Model.prefix_embeddings` reads the image
 
 
-class ModelFrontend(Protocol):
+class ModelFrontend(abc.ABC):
     """Prepares images and makes tasks, on any thread.
 
     A query takes up to `max_images`, any other task one of them. With 0, `prepare_image` is never
@@ -34,26 +35,31 @@ class ModelFrontend(Protocol):
     """
 
     name: str
-    max_images: int
-    places_images: bool
+    max_images: int = 0
+    places_images: bool = False
     tasks: tuple[str, ...]
     constraints: tuple[Constraint, ...]
     vocab_size: int
-    confidence: CalibrationInfo | None  # None: results have none
-    notice: str  # limits of the model, for people; empty: none to name
+    confidence: CalibrationInfo | None = None  # None: results have none
+    notice: str = ""  # limits of the model, for people
 
+    @abc.abstractmethod
     def prepare_image(self, image_rgb: Any, key: str, info: ImageProperties) -> PreparedImage:
         """Resize and tile a PIL RGB image, on worker threads."""
 
-    def resizing_on_device(self) -> ModelFrontend:
-        """Leave resizing and tiling to an `ImageEncoder`."""
+    def resizing_on_device(self) -> Self:
+        """Leave resizing and tiling to an `ImageEncoder`, if the model has one."""
+        return self
 
-    def keeping_images(self) -> ModelFrontend:
-        """Keep decoded pixels in prepared images."""
+    def keeping_images(self) -> Self:
+        """Keep decoded pixels in prepared images, if a refiner may read them."""
+        return self
 
     def prefix_length(self, has_image: bool) -> int:
-        """Count the shared prefix: BOS and the image's tokens; 0 without BOS."""
+        """Count the shared prefix: BOS and the image's tokens; 0 if prompts hold any BOS."""
+        return 0
 
+    @abc.abstractmethod
     def check_images(self, task: TaskSpec, sizes: Sequence[tuple[int, int]]) -> None:
         """Check the width and height of a task's images before they are decoded.
 
@@ -62,6 +68,7 @@ class ModelFrontend(Protocol):
             PromptTooLong: the images leave no position for text.
         """
 
+    @abc.abstractmethod
     def make_task(self, request: Request, images: Sequence[PreparedImage] = ()) -> Task:
         """Make the task, with its sampling and seed resolved.
 

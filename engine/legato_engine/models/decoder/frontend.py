@@ -13,7 +13,7 @@ import structlog
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models.decoder.template_process import Message, TemplateRefused, templates
 from legato_engine.models.decoder.tokenizer import TextTokenizer
-from legato_engine.models.frontend import PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.models.grammar import GrammarCompiler
 from legato_engine.models.text import (
     Detokenizer,
@@ -26,7 +26,6 @@ from legato_engine.sequence import Constraint
 from legato_engine.types import (
     SKILL_OF_TASK,
     AnswerFormat,
-    CalibrationInfo,
     ImageProperties,
     PromptToken,
     QuerySpec,
@@ -215,15 +214,11 @@ class TextSetup:
     config: DecoderConfig
 
 
-class TextFrontend:
+class TextFrontend(ModelFrontend):
     """A thread-safe `ModelFrontend` without images."""
 
-    max_images = 0
-    places_images = False
     tasks: tuple[str, ...] = ("query",)
     constraints = FREE
-    confidence: CalibrationInfo | None = None
-    notice = ""
 
     def __init__(self, setup: TextSetup) -> None:
         self.name = setup.name
@@ -266,16 +261,6 @@ class TextFrontend:
 
     def prepare_image(self, image_rgb: Any, key: str, info: ImageProperties) -> PreparedImage:
         raise _no_images("image")
-
-    def resizing_on_device(self) -> TextFrontend:
-        return self
-
-    def keeping_images(self) -> TextFrontend:
-        return self
-
-    def prefix_length(self, has_image: bool) -> int:
-        """0, because the prompt holds any BOS."""
-        return 0
 
     def check_images(self, task: TaskSpec, sizes: Sequence[tuple[int, int]]) -> None:
         raise _no_images("image")

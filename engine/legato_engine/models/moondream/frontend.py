@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from PIL import Image
 
 from legato_engine.errors import InvalidField, TaskUnsupported
 from legato_engine.models.confidence import Calibration, CalibrationFile, confidence_info
-from legato_engine.models.frontend import PreparedImage
+from legato_engine.models.frontend import ModelFrontend, PreparedImage
 from legato_engine.models.grammar import GrammarCompiler
 from legato_engine.models.moondream.config import MoondreamConfig, SpecialTokens, Template
 from legato_engine.models.moondream.preprocess import (
@@ -173,8 +174,10 @@ def _unsupported(skill: str) -> TaskUnsupported:
     return TaskUnsupported(f"this model has no {skill} skill", task=skill)
 
 
-class MoondreamFrontend:
+class MoondreamFrontend(ModelFrontend):
     """A thread-safe `ModelFrontend`."""
+
+    max_images = 1
 
     def __init__(
         self,
@@ -185,8 +188,6 @@ class MoondreamFrontend:
     ) -> None:
         self.name = config.name
         self.notice = config.notice
-        self.max_images = 1
-        self.places_images = False
         skills = tuple(s for s in SKILLS if getattr(config.templates, s) is not None)
         reasons = config.templates.query_reasoning is not None
         self.tasks = (*skills, "reasoning") if reasons else skills
@@ -202,12 +203,12 @@ class MoondreamFrontend:
         self._calibrations = calibrations
         self.confidence = confidence_info(self.tasks, calibrations)
 
-    def resizing_on_device(self) -> MoondreamFrontend:
+    def resizing_on_device(self) -> Self:
         other = copy.copy(self)
         other._resize_on_device = True
         return other
 
-    def keeping_images(self) -> MoondreamFrontend:
+    def keeping_images(self) -> Self:
         other = copy.copy(self)
         other._keep_images = True
         return other
