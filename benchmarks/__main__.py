@@ -11,7 +11,7 @@ import os
 import sys
 from typing import NamedTuple
 
-from benchmarks import provenance
+from benchmarks import record
 
 
 class Benchmark(NamedTuple):
@@ -108,7 +108,7 @@ QUESTIONS = {
 }
 TOOLS = {  # write no record
     "detect_files": Benchmark("detect_files", "How many source files does one Detect enter?"),
-    "pack": Benchmark("provenance", "Name the commit for a copy of the tree without git."),
+    "pack": Benchmark("record", "Name the commit for a copy of the tree without git."),
     "publish": Benchmark("publish", "Write the documents' tables and charts; check their figures."),
     "sizing": Benchmark("publish.sizing", "How many GPUs and cores do so many cameras need?"),
     "summary": Benchmark("publish.summary", "Write the few figures of a run that are compared."),
@@ -121,7 +121,7 @@ def main() -> int:
     """Run the named benchmark or tool; without a name, all benchmarks that run everywhere."""
     arguments = sys.argv[1:]
     if "--dirty" in arguments[:1]:
-        os.environ[provenance.ALLOW_DIRTY] = "1"
+        os.environ[record.ALLOW_DIRTY] = "1"
         del arguments[0]
     name, *options = arguments or [""]
     if name in ("-h", "--help"):
@@ -134,8 +134,8 @@ def main() -> int:
         return 2
     if name not in WITHOUT_RECORD and not {"-h", "--help"} & set(options):
         try:
-            provenance.recordable()  # before hours of measuring rather than after them
-        except provenance.DirtyTreeError as error:
+            record.recordable()  # before hours of measuring rather than after them
+        except record.DirtyTreeError as error:
             print(error, file=sys.stderr)
             return 1
     return run(name, options) if name else max(run(each, []) for each in EVERYWHERE)

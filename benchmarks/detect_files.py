@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from benchmarks.provenance import ROOT
+from benchmarks.record import ROOT
 
 PACKAGES = ("clients/python/legato_client", "engine/legato_engine", "service/legato_service")
 IMAGE = ROOT / "engine/tiny/legato_tiny/samples/street.jpg"

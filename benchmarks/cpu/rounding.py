@@ -38,7 +38,7 @@ from legato_client.calibration.scored import (
 from legato_client.cli.demo import LocalServer
 
 from benchmarks import record
-from benchmarks.provenance import ROOT
+from benchmarks.record import ROOT
 
 if TYPE_CHECKING:
     import torch

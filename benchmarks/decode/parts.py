@@ -28,8 +28,7 @@ from legato_engine.runtime.model_runner import ModelRunner
 from legato_engine.sequence import Sequence as EngineSequence
 
 from benchmarks import record, shared_options
-from benchmarks.decode.loops.arrivals import ask_again
-from benchmarks.decode.loops.decodes import question
+from benchmarks.decode.loops import ask_again, question
 
 HEADS = (
     *("callers", "prompt tokens", "tokens/s, whole", "chunked", "first token ms, whole", "chunked"),

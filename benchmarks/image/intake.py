@@ -28,7 +28,7 @@ from legato_client._images.sources import SharedFrames
 from legato_client.cli.demo import LocalServer
 
 from benchmarks import record
-from benchmarks.image.files import Photographer
+from benchmarks.image.charts import Photographer
 
 START_TIMEOUT = 300.0
 CHUNK = 256 * 1024

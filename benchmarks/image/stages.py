@@ -28,7 +28,7 @@ from legato_engine.types import ImageProperties
 from PIL import Image
 
 from benchmarks import record
-from benchmarks.image.files import Photographer
+from benchmarks.image.charts import Photographer
 
 SIZES = ((640, 480), (850, 600), (1920, 1080), (4000, 3000))
 MAX_PIXELS = 40_000_000

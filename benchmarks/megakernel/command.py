@@ -17,9 +17,8 @@ from legato_engine.kernels.megakernel.program import Op, Program
 from legato_engine.kernels.megakernel.sizes import MOONDREAM2, ModelSizes
 
 from benchmarks.megakernel.drafts import time_drafts
-from benchmarks.megakernel.kernel import ResidentKernel
-from benchmarks.megakernel.model import DEVICE, Cache, Model, forward
-from benchmarks.megakernel.times import (
+from benchmarks.megakernel.kernel import (
+    ResidentKernel,
     time_common,
     time_draws,
     time_graph,
@@ -27,6 +26,7 @@ from benchmarks.megakernel.times import (
     time_under_way,
     time_values,
 )
+from benchmarks.megakernel.model import DEVICE, Cache, Model, forward
 
 POSITIONS = 1024
 REPEATS = 400

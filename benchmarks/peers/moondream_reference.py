@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from benchmarks.image.files import Photographer
+from benchmarks.image.charts import Photographer
 from benchmarks.peers import child
 
 SIZE = (850, 600)

@@ -2,7 +2,7 @@
 
 `python -m benchmarks publish` writes the tables of `DOCUMENTS`, each between two markers, and the
 SVG files in docs/images. `--check` writes nothing and fails when one of them is not current, or
-when a figure in prose has no record (`claims`).
+when a figure in prose has no record (`records`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.publish import charts, claims, diagrams, tables
+from benchmarks.publish import charts, diagrams, records, tables
 from benchmarks.publish.records import Records
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.D
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write all tables and drawings, or name those that are not current and unfounded claims."""
+    """Write all tables and drawings, or name those that are not current and unfounded records."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks publish", description=__doc__)
     parser.add_argument(
         "--check",
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         if not arguments.check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    unfounded = claims.check(ROOT)
+    unfounded = records.check(ROOT)
     print(*unfounded, sep="\n", end="\n" if unfounded else "")
     return 1 if arguments.check and (stale or unfounded) else 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.publish.svg import BLUE, FAINT, GREEN, GREY, ORANGE, RED, VIOLET, Canvas
+from benchmarks.publish.charts import BLUE, FAINT, GREEN, GREY, ORANGE, RED, VIOLET, Canvas
 
 
 def draw() -> dict[str, str]:

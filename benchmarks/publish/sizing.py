@@ -7,9 +7,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from benchmarks.provenance import ROOT
 from benchmarks.publish.records import Records, sources
-from benchmarks.record import table
+from benchmarks.record import ROOT, table
 
 BUSY = 0.7  # of GPUs and cores, so that a burst or a lost engine finds room
 ENGINE_GIB = 8  # of a host's memory for an engine and its service process: a judgement

@@ -21,14 +21,11 @@ from legato_engine.types import QuerySpec
 from PIL import Image
 
 from benchmarks import record
-from benchmarks.image.files import Photographer
+from benchmarks.image.charts import Photographer
 from benchmarks.peers.moondream_reference import sources
-from benchmarks.reference import report
+from benchmarks.reference import compare
 from benchmarks.reference.cases import SIZES, Case, Size, cases
-from benchmarks.reference.compare import Errors, Score, bins_apart
-from benchmarks.reference.ours import Answer, Engine
-from benchmarks.reference.theirs import RULES, Reference, Token, Trace
-from benchmarks.reference.weights import (
+from benchmarks.reference.checkout import (
     COORD,
     FAMILIES,
     SIZE,
@@ -36,6 +33,9 @@ from benchmarks.reference.weights import (
     make_config,
     write_checkpoint,
 )
+from benchmarks.reference.compare import Errors, Score, bins_apart
+from benchmarks.reference.ours import Answer, Engine
+from benchmarks.reference.theirs import RULES, Reference, Token, Trace
 
 RUNS = ("tiny/f32", "tiny/bf16", "full/f32", "full/bf16")
 _LAYERS = {"tiny": (2, 3), "full": (1, 2)}  # of vision and text
@@ -56,9 +56,9 @@ def main(options: Sequence[str]) -> int:
             arguments.name,
             "Moondream 2 beside its open reference",
             {**facts, "runs": runs},
-            report.tables(facts, runs),
+            compare.tables(facts, runs),
         )
-    return 0 if all(report.passes(name, run) for name, run in runs.items()) else 1
+    return 0 if all(compare.passes(name, run) for name, run in runs.items()) else 1
 
 
 class Run:

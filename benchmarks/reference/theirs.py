@@ -28,8 +28,7 @@ from legato_engine.types import (
 from PIL import Image
 
 from benchmarks.reference.cases import Case, Size
-from benchmarks.reference.checkout import Checkout
-from benchmarks.reference.weights import ANSWER, COORD, EOS, SIZE
+from benchmarks.reference.checkout import ANSWER, COORD, EOS, SIZE, Checkout
 
 _SEAMS = (
     "_run_vision_encoder",

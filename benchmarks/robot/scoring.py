@@ -18,11 +18,11 @@ from legato_client import Box, Detection, TrackNow
 from legato_client.depth import lift
 from legato_service.tracking import assign
 
+from benchmarks import tracking
 from benchmarks.lift import INTRINSICS, Array
 from benchmarks.robot.drive import Answer, Outage, ShownCamera
 from benchmarks.robot.scene import FPS, NOUNS, THINGS, Clip
-from benchmarks.tracking import clips
-from benchmarks.tracking.scoring import FOUND, identities, overlaps
+from benchmarks.tracking import FOUND, identities, overlaps
 
 OF_NOUN = {noun: [i for i, each in enumerate(THINGS) if each.noun == noun] for noun in NOUNS}
 NEAR = 0.1  # metres
@@ -180,7 +180,7 @@ def _identities(clip: Clip, cameras: Sequence[ShownCamera]) -> dict[str, float] 
     )
 
 
-def _observed(clip: Clip, answer: Answer, noun: str) -> tuple[clips.Frame, list[str]]:
+def _observed(clip: Clip, answer: Answer, noun: str) -> tuple[tracking.Frame, list[str]]:
     """Return the counted things and the boxes; those of things that do not count are left out."""
     truth, found = clip.boxes(answer.captured), answer.found.get(noun, ())
     counted = [each for each in clip.shot(answer.number).counted() if each in OF_NOUN[noun]]
@@ -191,7 +191,7 @@ def _observed(clip: Clip, answer: Answer, noun: str) -> tuple[clips.Frame, list[
     kept = [each for index, each in enumerate(found) if index not in hidden]
     boxes = np.array([axes(each.box) for each in kept]).reshape(-1, 4)
     shown = {thing: truth[thing] for thing in counted}
-    frame = clips.Frame(answer.number, answer.captured, shown, boxes)
+    frame = tracking.Frame(answer.number, answer.captured, shown, boxes)
     return frame, [each.track_id for each in kept]
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks import record
-from benchmarks.serve.cases import cases
 from benchmarks.serve.contenders import Contender, Sample, median, null_server, share_of
 from benchmarks.serve.cost import compare
+from benchmarks.serve.load import cases
 
 _ROLES = ("service", "engine", "proto/gen", "clients/python")
 HEADS = ("request", "server", "a second", "share", "service, us", "engine, us", "P50, ms")

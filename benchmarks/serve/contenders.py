@@ -20,9 +20,9 @@ from legato_client.cli.demo import LocalServer
 from legato_client.load.report import LoadResults
 from legato_client.load.run import run
 
-from benchmarks.serve import process_stats
-from benchmarks.serve.cases import Case
+from benchmarks.serve import load
 from benchmarks.serve.echo import Answers
+from benchmarks.serve.load import Case
 
 # ---------------------------------------------------------------- turns
 
@@ -102,9 +102,9 @@ class Contender:
 
     def used(self) -> tuple[float, float]:
         """Return the CPU seconds of all service processes, and of the engine."""
-        service = {self.pid, *process_stats.children(self.pid)} - {self.engine}
-        engine = process_stats.seconds(self.engine) if self.engine else 0.0
-        return sum(map(process_stats.seconds, service)), engine
+        service = {self.pid, *load.children(self.pid)} - {self.engine}
+        engine = load.seconds(self.engine) if self.engine else 0.0
+        return sum(map(load.seconds, service)), engine
 
 
 @contextlib.contextmanager
@@ -149,7 +149,7 @@ def null_server(options: Sequence[str] = ()) -> Iterator[Contender]:
     """Start our service with an engine process without a model."""
     with LocalServer((*_NULL, *options)) as server:
         server.wait_until_serving(_START_TIMEOUT, lambda _: None)
-        engine = process_stats.engine(server.pid)
+        engine = load.engine(server.pid)
         yield Contender("legato", server.target, server.pid, engine)
 
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 from benchmarks import record
 from benchmarks.serve import ghz_check, processes, sessions
-from benchmarks.serve.cases import Case, cases
 from benchmarks.serve.contenders import (
     Contender,
     Sample,
@@ -28,6 +27,7 @@ from benchmarks.serve.contenders import (
     share_of,
     take_turn,
 )
+from benchmarks.serve.load import Case, cases
 
 
 def compare(

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from legato_client.cli.demo import LocalServer
 
 from benchmarks import record, shared_options
-from benchmarks.image import files
+from benchmarks.image import charts
 from benchmarks.serve.load import WORKLOADS, Ask, Cell, LoadProcesses
 
 START_TIMEOUT = 600.0
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     """Start the servers, send requests, record; 1 when a call failed."""
     arguments, serve = _parse(argv)
     size = (arguments.width, arguments.height)
-    pool = files.jpegs(arguments.pictures, arguments.pool, size, arguments.seed)
+    pool = charts.jpegs(arguments.pictures, arguments.pool, size, arguments.seed)
     options = servers(arguments.devices, arguments.processes, serve)
     loads: dict[str, LoadProcesses] = {}
     with ExitStack() as running:
@@ -152,7 +152,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--lone-calls", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cell-seconds", type=float, default=60.0, help="limit of one turn")
-    files.add_option(parser)
+    charts.add_option(parser)
     parser.add_argument("--pool", type=int, default=64, help="images, before stamping")
     parser.add_argument("--seed", type=int, default=0, help="of the images")
     default = min(8, max(1, len(os.sched_getaffinity(0)) // 4))

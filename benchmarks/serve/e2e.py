@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from legato_client.cli.demo import LocalServer
 
 from benchmarks import record, shared_options
-from benchmarks.image import files
+from benchmarks.image import charts
 from benchmarks.serve.load import WORKLOADS, Ask, Cell, LoadProcesses
 
 START_TIMEOUT = 300.0
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     arguments, serve = _parse(argv)
     end = time.monotonic() + arguments.total_seconds
     size = (arguments.width, arguments.height)
-    pool = files.jpegs(arguments.pictures, arguments.pool, size, arguments.seed)
+    pool = charts.jpegs(arguments.pictures, arguments.pool, size, arguments.seed)
     with LocalServer(serve) as server:
         server.wait_until_serving(START_TIMEOUT, lambda _: None)
         with LoadProcesses(server.target, pool, arguments.load_processes) as load:
@@ -139,7 +139,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--calls-scale", type=float, default=1.0, help="of what 0 gives")
     parser.add_argument("--cell-seconds", type=float, default=45.0, help="limit of one cell")
     parser.add_argument("--total-seconds", type=float, default=1800.0, help="limit of all cells")
-    files.add_option(parser)
+    charts.add_option(parser)
     parser.add_argument("--pool", type=int, default=64, help="images, before stamping")
     parser.add_argument("--seed", type=int, default=0, help="of the images")
     cores = len(os.sched_getaffinity(0))

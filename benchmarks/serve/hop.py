@@ -46,7 +46,7 @@ from legato_engine.types import (
 from msgspec import structs
 
 from benchmarks import record, shared_options
-from benchmarks.image.files import Photographer
+from benchmarks.image.charts import Photographer
 from benchmarks.serve.contenders import echo_server
 from benchmarks.serve.echo import Answers
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import multiprocessing
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 
+from google.protobuf.message import Message
+from legato.v1 import inference_pb2 as pb
+from legato.v1 import task_pb2
 from legato_client import AsyncClient, DetectResult, QueryResult, Sampling
+from legato_client.load.plan import LoadPlan
 
-from benchmarks.image.files import stamped
+from benchmarks.image.charts import stamped
+from benchmarks.serve.rpc import jpeg
 
 # ---------------------------------------------------------------- workloads
 
@@ -282,3 +289,101 @@ async def _ask(client: AsyncClient, job: Job, jpeg: bytes) -> Call:
         hit=bool(image and image.cache_hit),
         cached=bool(usage and usage.cached_tokens),
     )
+
+
+# ---------------------------------------------------------------- cases
+# The requests that `serve` sends to its servers.
+
+
+SIZE = (640, 480)
+_SERVICE = "/legato.v1.InferenceService/"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of request; `name` is the RPC, `answers` how many of `counted` one request gets."""
+
+    title: str
+    name: str
+    request: Message
+    in_flight: int
+    counted: str = "calls"
+    answers: int = 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether messages are counted."""
+        return self.name == "Generate"
+
+    def plan(self, target: str, seconds: float, senders: int) -> LoadPlan:
+        """Return a closed loop: as much load as the server answers."""
+        return LoadPlan(
+            target=target,
+            kind="stream" if self.streams else "unary",
+            path=_SERVICE + self.name,
+            request=self.request.SerializeToString(),
+            in_flight=self.in_flight,
+            seconds=seconds,
+            warm_up=0.0,
+            senders=senders,
+        )
+
+
+def cases(length: int) -> list[Case]:
+    """Return all cases; streams have `length` answers."""
+    photo = pb.DetectRequest(object="red circle", max_objects=3)
+    photo.image.encoded.data = jpeg(0, SIZE)
+    points = task_pb2.PointTask(object="red circle", max_objects=length)
+    points_request = pb.GenerateRequest(task=task_pb2.Task(point=points))
+    points_request.image.encoded.data = jpeg(0, (32, 32))
+    words = task_pb2.Task(query=task_pb2.QueryTask(question="What is in the picture?"))
+    words.sampling.max_tokens = length
+    return [
+        Case("Query", "Query", pb.QueryRequest(question="What is in the picture?"), 64),
+        Case(f"Detect, {len(photo.image.encoded.data) // 1024} KiB JPEG", "Detect", photo, 16),
+        Case(f"Generate, {length} points", "Generate", points_request, 16, "points", length),
+        Case(
+            f"Generate, {length} words",
+            "Generate",
+            pb.GenerateRequest(task=words),
+            16,
+            "words",
+            length,
+        ),
+    ]
+
+
+# ---------------------------------------------------------------- process stats
+# CPU time and memory of a process, as the kernel counts them.
+
+
+_TICK = os.sysconf("SC_CLK_TCK")
+_ENGINE = "legato_engine.core.process"
+
+
+def seconds(pid: int) -> float:
+    """Return the CPU time of all threads of a process, in steps of a hundredth."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICK
+
+
+def resident(pid: int) -> int:
+    """Return the resident bytes of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def engine(service: int) -> int:
+    """Return the engine process that a service process has started."""
+    (found,) = (each for each in children(service) if runs(each, _ENGINE))
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Return the running child processes of a process."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def runs(pid: int, module: str) -> bool:
+    """Say whether a process was started as `python -m module`."""
+    return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")

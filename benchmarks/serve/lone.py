@@ -29,9 +29,9 @@ from legato_client.cli.demo import LocalServer
 from legato_engine.telemetry import LANES, timeline_path
 
 from benchmarks import record
-from benchmarks.image import files
-from benchmarks.image.files import stamped
-from benchmarks.serve import process_stats
+from benchmarks.image import charts
+from benchmarks.image.charts import stamped
+from benchmarks.serve import load
 
 STAGES = ("there", "picture", "launch", "prefill", "decode", "back")
 QUESTION = "What is there?"
@@ -96,7 +96,7 @@ def ask(target: str, pool: Sequence[bytes], calls: int, tokens: int) -> list[Cal
 
 def timeline(service: int) -> list[dict[str, Any]]:
     """Return the spans that the engine of the service process `service` has kept."""
-    engine = process_stats.engine(service)
+    engine = load.engine(service)
     path = timeline_path(engine)
     path.unlink(missing_ok=True)
     os.kill(engine, signal.SIGUSR1)
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure and record."""
     arguments, serve = _parse(argv)
     size = (arguments.width, arguments.height)
-    pool = files.jpegs(arguments.pictures, POOL, size)
+    pool = charts.jpegs(arguments.pictures, POOL, size)
     with LocalServer(serve) as server:
         server.wait_until_serving(START_TIMEOUT, lambda _: None)
         calls = ask(server.target, pool, arguments.calls, arguments.tokens)
@@ -150,7 +150,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--name", default="lone", help="of the record")
     parser.add_argument("--width", type=int, default=850)
     parser.add_argument("--height", type=int, default=600)
-    files.add_option(parser)
+    charts.add_option(parser)
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("serve", nargs="*", help=argparse.SUPPRESS)

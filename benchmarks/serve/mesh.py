@@ -28,7 +28,7 @@ from legato_client.cli.demo import LocalServer
 from legato_ray.endpoints import EndpointFile
 
 from benchmarks import record
-from benchmarks.image.files import CHART, jpegs
+from benchmarks.image.charts import CHART, jpegs
 
 _ROOT = Path(__file__).parents[2]
 _ENVOY = Path(sys.executable).with_name("envoy")

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from legato_client.cli.demo import LocalServer
 
 from benchmarks import record, shared_options
-from benchmarks.image import files
-from benchmarks.serve import process_stats
+from benchmarks.image import charts
+from benchmarks.serve import load
 from benchmarks.serve.e2e import START_TIMEOUT, default_calls
 from benchmarks.serve.load import WORKLOADS, Ask, Cell, LoadProcesses
 
@@ -69,16 +69,16 @@ class Contender:
         jobs = WORKLOADS[kind.workload](ask)
         if kind.detects:
             jobs = [dataclasses.replace(job, detects=True) for job in jobs]
-        engine = process_stats.engine(self._server.pid)
-        before = process_stats.seconds(engine)
+        engine = load.engine(self._server.pid)
+        before = load.seconds(engine)
         cell = self._load.run(jobs, ask.callers, seconds)
-        return Turn(cell, (process_stats.seconds(engine) - before) / max(1, cell.answered) * 1e3)
+        return Turn(cell, (load.seconds(engine) - before) / max(1, cell.answered) * 1e3)
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, record; 1 when a call failed."""
     arguments, serve = _parse(argv)
-    pool = files.jpegs("chart", 64, (850, 600), 0)
+    pool = charts.jpegs("chart", 64, (850, 600), 0)
     share = f"{0.8 / len(arguments.values):.2f}"
     rows: list[Row] = []
     numbers = itertools.count(1, _APART)

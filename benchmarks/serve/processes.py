@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 from benchmarks import record
-from benchmarks.serve.cases import Case
 from benchmarks.serve.contenders import Contender, Sample, median, share_of, take_turn
+from benchmarks.serve.load import Case
 
 SENDERS = 4
 """Connections for each process of the largest number: the kernel spreads these, not calls."""

@@ -19,7 +19,7 @@ from legato_client.load.plan import LoadPlan
 from legato_client.load.run import run
 
 from benchmarks import record
-from benchmarks.serve import process_stats
+from benchmarks.serve import load
 from benchmarks.serve.contenders import Contender
 
 RATE, SECONDS, WARM_UP = 200.0, 8.0, 2.0
@@ -39,12 +39,10 @@ def measure(
     found: list[dict[str, float]] = []
     for count in (0, *counts) if counts else ():
         with server() as contender:
-            before = process_stats.resident(contender.pid)
+            before = load.resident(contender.pid)
             try:
                 with holding(contender.target, count):
-                    memory = (
-                        (process_stats.resident(contender.pid) - before) / count if count else 0.0
-                    )
+                    memory = (load.resident(contender.pid) - before) / count if count else 0.0
                     found.append(_latency(contender, count) | {"bytes_each": memory})
             except SessionsRefused as refused:
                 print(f"{count} idle sessions and more are left out: {refused}")
@@ -62,9 +60,9 @@ def _latency(contender: Contender, count: int) -> dict[str, float]:
         seconds=SECONDS,
         warm_up=WARM_UP,
     )
-    used, since = process_stats.seconds(contender.pid), time.monotonic()
+    used, since = load.seconds(contender.pid), time.monotonic()
     seen = run(plan)
-    share = (process_stats.seconds(contender.pid) - used) / (time.monotonic() - since)
+    share = (load.seconds(contender.pid) - used) / (time.monotonic() - since)
     latency = seen.latency.summary_ms()
     return {"sessions": count, "service_cpu_share": share, "failed": seen.errors.total(), **latency}
 

@@ -12,8 +12,8 @@ from legato_engine.sequence import Sequence as EngineSequence
 from legato_engine.speculation import TokenBudgetPolicy
 
 from benchmarks.decode.loops import Decodes, recorded
-from benchmarks.speculation.comparison import oracle_for
 from benchmarks.speculation.oracle import OracleProposer, known_history
+from benchmarks.speculation.report import oracle_for
 from benchmarks.speculation.run import RecordedTask, with_settings
 
 PATHS = ("graph", "loop")

@@ -6,11 +6,13 @@ Shape legend: R rows, C positions, K draft tokens, N known sequences, G groups o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from legato_engine.config import MAX_BLOCK_SIZE
+from legato_engine.kernels.cuda.module import Module
 from legato_engine.kernels.proposer import UNKNOWN, RowHistory
 from legato_engine.types import PromptToken
 
@@ -134,3 +136,37 @@ def _right(rates_NC: npt.NDArray[np.float64], seed: int) -> npt.NDArray[np.bool_
         right_NC[alike_N, position] = luck_GF.ravel()[:count] < rates_NC[alike_N, position]
         tried_N = ~(tried_N & right_NC[:, position])
     return right_NC
+
+
+# ---------------------------------------------------------------- oracle kernel
+# The oracle proposer as one CUDA launch.
+
+
+SOURCE = "oracle.cu"
+FOLDER = Path(__file__).parent
+_THREADS = 1024
+
+
+class OracleKernel:
+    """An `OracleProposer` on the current GPU, reading that proposer's tables."""
+
+    sequential = False
+
+    def __init__(self, known_NC: torch.Tensor, drafts_NC: torch.Tensor) -> None:
+        """Compile the oracle; the tables may change between launches."""
+        assert known_NC.is_contiguous(), "a sequence of the table is a row"
+        assert drafts_NC.is_contiguous(), "a sequence of the table is a row"
+        self._tables = (known_NC, drafts_NC)
+        self._oracle = Module(SOURCE, {}, folder=FOLDER).kernel("oracle")
+
+    def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
+        """See `Proposer`."""
+        (rows, context), (known, length) = history.tokens_RC.shape, self._tables[0].shape
+        self._oracle.launch(
+            (rows, 1, 1),
+            _THREADS,
+            [
+                *(history.tokens_RC, history.position_R, *self._tables, draft_RK),
+                *(context, length, known, draft_RK.stride(0), draft_RK.shape[1]),
+            ],
+        )

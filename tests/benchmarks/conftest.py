@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import provenance
+from benchmarks import record
 
 
 @pytest.fixture(autouse=True)
 def _records_from_any_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests write records while their tree is edited; such records say `dirty`."""
-    monkeypatch.setenv(provenance.ALLOW_DIRTY, "1")
+    monkeypatch.setenv(record.ALLOW_DIRTY, "1")

@@ -16,7 +16,7 @@ from legato_engine.types import DetectOutput, FinishReason
 from benchmarks.cpu import rounding
 from benchmarks.decode import kv
 from benchmarks.decode.tick import DRAFTING, TASKS, detect, ticks
-from benchmarks.provenance import ALLOW_DIRTY
+from benchmarks.record import ALLOW_DIRTY
 
 # ---------------------------------------------------------------- tick
 # The ticks of a device that does nothing.

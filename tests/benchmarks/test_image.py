@@ -12,9 +12,8 @@ import pytest
 from legato_engine.images.decoding import content_key, decode_encoded
 from PIL import Image
 
-from benchmarks.image import files
-from benchmarks.image.charts import KINDS, ChartMaker, draw, invent, ticks
-from benchmarks.image.files import Photographer, stamped
+from benchmarks.image import charts
+from benchmarks.image.charts import KINDS, ChartMaker, Photographer, draw, invent, stamped, ticks
 
 # ---------------------------------------------------------------- charts
 
@@ -30,11 +29,11 @@ def test_charts_are_reproducible_and_different() -> None:
 
 def test_charts_compress_as_real_ones_do() -> None:
     """A chart of any kind has tens of kilobytes at 850x600; photographs have over a hundred."""
-    charts = files.jpegs(files.CHART, 24, SIZE)
-    photos = files.jpegs(files.PHOTO, 2, SIZE)
-    assert all(20e3 < len(jpeg) < 80e3 for jpeg in charts)
+    drawn = charts.jpegs(charts.CHART, 24, SIZE)
+    photos = charts.jpegs(charts.PHOTO, 2, SIZE)
+    assert all(20e3 < len(jpeg) < 80e3 for jpeg in drawn)
     assert all(len(jpeg) > 100e3 for jpeg in photos)
-    assert len({*charts, *photos}) == 26
+    assert len({*drawn, *photos}) == 26
     assert {invent(random.Random(f"0/{index}")).kind for index in range(64)} == KINDS.keys()
 
 

@@ -28,12 +28,9 @@ from benchmarks import peers, reference
 from benchmarks.cpu import peers as cpu_peers
 from benchmarks.cpu.peers import Entrant, Process
 from benchmarks.peers import Peer
-from benchmarks.reference import report
+from benchmarks.reference import compare
 from benchmarks.reference.cases import SIZES, cases
-from benchmarks.reference.compare import Errors, Score, bins_apart, box_error, comparable
-from benchmarks.reference.ours import Answer, Engine
-from benchmarks.reference.theirs import Pass, Trace
-from benchmarks.reference.weights import (
+from benchmarks.reference.checkout import (
     ANSWER,
     COORD,
     EOS,
@@ -42,6 +39,9 @@ from benchmarks.reference.weights import (
     make_config,
     write_checkpoint,
 )
+from benchmarks.reference.compare import Errors, Score, bins_apart, box_error, comparable
+from benchmarks.reference.ours import Answer, Engine
+from benchmarks.reference.theirs import Pass, Trace
 
 PEER = Peer("stand_in", "a peer", 5.0)
 ROW = """echo noise; echo '{"streams": 1, "step_ms": 2.5}';"""
@@ -279,11 +279,11 @@ def passing():
 def test_float32_passes_only_as_a_whole(spoil):
     """Each comparison can fail a float32 run; bfloat16 is never called exact."""
     run = passing()
-    assert report.passes("tiny/f32", run)
+    assert compare.passes("tiny/f32", run)
     spoilt = copy.deepcopy(run)
     spoil(spoilt)
-    assert not report.passes("tiny/f32", spoilt)
-    assert report.passes("tiny/bf16", spoilt)
+    assert not compare.passes("tiny/f32", spoilt)
+    assert compare.passes("tiny/bf16", spoilt)
 
 
 def test_the_engine_replays_its_own_answers(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import publish
-from benchmarks.publish import claims, summary, tables
+from benchmarks.publish import records, summary, tables
 from benchmarks.publish.records import Records
 from benchmarks.publish.summary import DRAFTED, SOURCES
 from benchmarks.publish.tables import peers
@@ -133,7 +133,7 @@ def unread() -> list[str]:
 
         patch.setattr(Records, "_document", noted)
         publish.outputs(ROOT)
-        claims.check(ROOT)
+        records.check(ROOT)
     files = git("ls-files", "-co", "--exclude-standard").stdout.splitlines()
     results = "benchmarks/results/"
     texts = "".join(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import provenance
+from benchmarks import record
 from benchmarks.__main__ import BENCHMARKS, TOOLS, main, run
 
 # ---------------------------------------------------------------- provenance
@@ -30,12 +30,12 @@ def git(root: Path, *command: str) -> str:
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A clean working copy with two files."""
-    monkeypatch.delenv(provenance.ALLOW_DIRTY, raising=False)
+    monkeypatch.delenv(record.ALLOW_DIRTY, raising=False)
     root = tmp_path / "tree"
     (root / "engine").mkdir(parents=True)
     (root / "benchmarks" / "results").mkdir(parents=True)
     (root / "engine" / "step.py").write_text("STEP = 1\n")
-    (root / ".gitignore").write_text(f"/{provenance.STAMP}\n")
+    (root / ".gitignore").write_text(f"/{record.STAMP}\n")
     git(root, "init", "--quiet")
     git(root, "add", ".")
     git(root, "commit", "--quiet", "--message", "one")
@@ -44,14 +44,14 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def packed(tree: Path) -> Path:
     """Pack the tree and remove its repository, as on a machine without git."""
-    provenance.pack(tree)
+    record.pack(tree)
     (tree / ".git").rename(tree.parent / "elsewhere.git")
     return tree
 
 
 def test_a_clean_tree_names_its_commit(tree: Path) -> None:
     """A record of a clean working copy names HEAD."""
-    commit = provenance.recordable(tree)
+    commit = record.recordable(tree)
     assert git(tree, "rev-parse", "HEAD").startswith(commit)
     assert len(commit) >= 7
 
@@ -60,58 +60,58 @@ def test_a_clean_tree_names_its_commit(tree: Path) -> None:
 def test_a_dirty_tree_is_refused(tree: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed or an untracked file stops a record, and `--dirty` makes the record say so."""
     (tree / path).write_text("STEP = 2\n")
-    with pytest.raises(provenance.DirtyTreeError, match=path):
-        provenance.recordable(tree)
-    monkeypatch.setenv(provenance.ALLOW_DIRTY, "1")
-    assert provenance.recordable(tree).endswith("-dirty")
+    with pytest.raises(record.DirtyTreeError, match=path):
+        record.recordable(tree)
+    monkeypatch.setenv(record.ALLOW_DIRTY, "1")
+    assert record.recordable(tree).endswith("-dirty")
 
 
 def test_records_do_not_make_a_tree_dirty(tree: Path) -> None:
     """A record may be followed by another one without a commit between them."""
     (tree / "benchmarks" / "results" / "decode.json").write_text("{}")
-    assert "dirty" not in provenance.recordable(tree)
+    assert "dirty" not in record.recordable(tree)
 
 
 def test_a_packed_tree_names_its_commit(tree: Path) -> None:
     """Without git the commit comes from the stamp."""
-    commit = provenance.recordable(tree)
-    assert provenance.recordable(packed(tree)) == commit
+    commit = record.recordable(tree)
+    assert record.recordable(packed(tree)) == commit
 
 
 def test_a_copied_worktree_uses_its_stamp(tree: Path) -> None:
     """The `.git` file of a worktree may be copied without its repository."""
-    commit = provenance.recordable(tree)
+    commit = record.recordable(tree)
     (packed(tree) / ".git").write_text("gitdir: /nowhere\n")
-    assert provenance.recordable(tree) == commit
+    assert record.recordable(tree) == commit
 
 
 def test_a_file_changed_after_packing_is_noticed(tree: Path) -> None:
     """The stamp does not vouch for a file that is not the commit's."""
     (packed(tree) / "engine" / "step.py").write_text("STEP = 2\n")
-    with pytest.raises(provenance.DirtyTreeError, match=r"engine/step\.py"):
-        provenance.recordable(tree)
+    with pytest.raises(record.DirtyTreeError, match=r"engine/step\.py"):
+        record.recordable(tree)
 
 
 def test_without_git_and_stamp_there_is_no_record(tree: Path) -> None:
     """No environment variable and no guess names the commit."""
     (tree / ".git").rename(tree.parent / "elsewhere.git")
-    with pytest.raises(provenance.DirtyTreeError, match="pack"):
-        provenance.recordable(tree)
+    with pytest.raises(record.DirtyTreeError, match="pack"):
+        record.recordable(tree)
 
 
 def test_a_dirty_tree_is_not_packed(tree: Path) -> None:
     """The stamp of a dirty tree would name a commit that the tree is not."""
     (tree / "engine" / "step.py").write_text("STEP = 2\n")
-    with pytest.raises(provenance.DirtyTreeError):
-        provenance.pack(tree)
+    with pytest.raises(record.DirtyTreeError):
+        record.pack(tree)
 
 
 def test_an_archive_holds_the_tree_and_its_stamp(tree: Path, tmp_path: Path) -> None:
     """The archive can be unpacked and measured elsewhere."""
-    provenance.pack(tree, tmp_path / "legato.tar.gz")
+    record.pack(tree, tmp_path / "legato.tar.gz")
     with tarfile.open(tmp_path / "legato.tar.gz") as archive:
         archive.extractall(tmp_path / "there", filter="data")
-    assert provenance.recordable(tmp_path / "there" / "legato") == provenance.recordable(tree)
+    assert record.recordable(tmp_path / "there" / "legato") == record.recordable(tree)
 
 
 # ---------------------------------------------------------------- small runs

@@ -15,14 +15,24 @@ from legato_engine.telemetry import LANES
 from legato_engine.types import QueryOutput, QuerySpec, Request, RequestKey
 
 from benchmarks.serve import start
-from benchmarks.serve.cases import Case, cases
 from benchmarks.serve.contenders import Sample, echo_server, inside_server, one_each, recorded
 from benchmarks.serve.cost import row
 from benchmarks.serve.devices import servers
 from benchmarks.serve.echo import Answers
 from benchmarks.serve.hop import CLIENTS, compare
 from benchmarks.serve.inside import InsideEngine
-from benchmarks.serve.load import WORKLOADS, Ask, Call, Job, cached, mix, new, summarise
+from benchmarks.serve.load import (
+    WORKLOADS,
+    Ask,
+    Call,
+    Case,
+    Job,
+    cached,
+    cases,
+    mix,
+    new,
+    summarise,
+)
 from benchmarks.serve.lone import STAGES, split
 from benchmarks.serve.lone import Call as LoneCall
 from benchmarks.serve.processes import _scaled, text

@@ -15,10 +15,9 @@ from legato_engine.kernels.proposer import UNKNOWN
 from legato_engine.types import PromptToken
 
 from benchmarks import speculation
-from benchmarks.provenance import ALLOW_DIRTY
-from benchmarks.speculation import command, comparison
-from benchmarks.speculation.oracle import OracleProposer, known_history
-from benchmarks.speculation.oracle_kernel import FOLDER, SOURCE
+from benchmarks.record import ALLOW_DIRTY
+from benchmarks.speculation import report
+from benchmarks.speculation.oracle import FOLDER, SOURCE, OracleProposer, known_history
 from benchmarks.speculation.report import Line, Panel, write_svg
 from benchmarks.speculation.run import Run, interval
 from benchmarks.speculation.workloads import (
@@ -41,7 +40,7 @@ OPTIONS += ("--length", "12", "--repeats", "1")
 
 def figures(*options):
     """What a run with these options measures."""
-    return command.measured(command.parse([*OPTIONS, *options]))
+    return speculation.measured(speculation.parse([*OPTIONS, *options]))
 
 
 WORKLOADS = (REAL, "0.8", "0.4", "near the end")
@@ -49,16 +48,16 @@ WORKLOADS = (REAL, "0.8", "0.4", "near the end")
 
 def test_every_setting(monkeypatch):
     """Every setting is compared with plain decoding: the same tokens, its own figures."""
-    monkeypatch.setattr(comparison, "sample_images", lambda assembly: [])
+    monkeypatch.setattr(report, "sample_images", lambda assembly: [])
     profile = PROFILES["0.4"]
     monkeypatch.setattr(
-        comparison,
+        report,
         "real_requests",
         lambda assembly, _: synthetic_requests(assembly, profile, length=9, fewest=1),
     )
     options = ("--streams", "4", "--requests", "1", "--workloads", ",".join(WORKLOADS))
     rows = figures(*options)["rows"]
-    settings = ("off", *comparison.SETTINGS)
+    settings = ("off", *report.SETTINGS)
     assert [(row["workload"], row["setting"]) for row in rows] == [
         (workload, setting) for workload in WORKLOADS for setting in settings
     ]
@@ -100,7 +99,7 @@ def test_the_command_prints_its_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LEGATO_RESULTS", str(tmp_path))
     monkeypatch.setenv(ALLOW_DIRTY, "1")
     options = ("--streams", "1", "--settings", "fixed:2", "--requests", "1", "--workloads", "0.6")
-    assert command.main([*OPTIONS, *options]) == 0
+    assert speculation.main([*OPTIONS, *options]) == 0
     assert "Tokens are the same as without speculation." in capsys.readouterr().out
 
 

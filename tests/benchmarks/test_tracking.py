@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 from legato_service import tracking
 
-from benchmarks.tracking.clips import MOTIONS, Frame, Load, clip
-from benchmarks.tracking.contenders import contender, follower
-from benchmarks.tracking.scoring import extrapolated, overlaps
+from benchmarks.tracking import (
+    MOTIONS,
+    Frame,
+    Load,
+    clip,
+    contender,
+    extrapolated,
+    follower,
+    overlaps,
+)
 
 FRAMES = clip(MOTIONS[0], 0, 4.0, 30, missed=0.0, extra=0.0)
 

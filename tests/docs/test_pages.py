@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from legato_service import arguments
 
-from benchmarks.publish import claims
-from benchmarks.publish.records import Records
+from benchmarks.publish.records import DOCUMENTS, Records, check, problems
 from tests.docs.snippets import PAGES, PATIENCE, Reader, pages_of, snippets
 from tests.e2e.server import ENVIRONMENT
 
@@ -208,10 +207,10 @@ def records(tmp_path: Path) -> Records:
     return Records(tmp_path)
 
 
-@pytest.mark.parametrize("name", claims.DOCUMENTS)
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_figure_has_a_record(name: str) -> None:
     """Each figure is in a generated table, or its tag computes it from a record."""
-    assert not [found for found in claims.check(ROOT) if found.startswith(name)]
+    assert not [found for found in check(ROOT) if found.startswith(name)]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +230,7 @@ def test_every_figure_has_a_record(name: str) -> None:
 )
 def test_true_figures_pass(text: str, records: Records) -> None:
     """A figure passes at the number of decimals that it states; other numbers need no record."""
-    assert not list(claims.problems(text, records))
+    assert not list(problems(text, records))
 
 
 @pytest.mark.parametrize(
@@ -261,20 +260,20 @@ def test_true_figures_pass(text: str, records: Records) -> None:
 )
 def test_planted_figures_are_found(text: str, problem: str, records: Records) -> None:
     """A false figure, one without a tag, and a tag that computes nothing are named."""
-    assert any(problem in found for found in claims.problems(text, records))
+    assert any(problem in found for found in problems(text, records))
 
 
 def test_a_false_figure_in_a_document_is_found(tmp_path: Path) -> None:
     """The check reads all three documents, and names the one with the planted figure."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
-    for name in claims.DOCUMENTS:
+    for name in DOCUMENTS:
         (tmp_path / name).write_text((ROOT / name).read_text())
-    assert not claims.check(tmp_path)
-    for name in claims.DOCUMENTS:
+    assert not check(tmp_path)
+    for name in DOCUMENTS:
         text = (ROOT / name).read_text()
         (tmp_path / name).write_text(f"{text}\nA step takes 0.12 ms.\n")
-        (problem,) = claims.check(tmp_path)
+        (problem,) = check(tmp_path)
         assert problem.startswith(f"{name}: '0.12' has no record")
         (tmp_path / name).write_text(text)
 

@@ -36,8 +36,7 @@ from legato_engine.speculation import (
 )
 from torch import nn
 
-from benchmarks.speculation.oracle import OracleProposer
-from benchmarks.speculation.oracle_kernel import OracleKernel
+from benchmarks.speculation.oracle import OracleKernel, OracleProposer
 from benchmarks.speculation.run import with_settings
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder

@@ -19,8 +19,7 @@ from legato_engine.scheduler.scheduler import Scheduler
 from legato_engine.sequence import Sequence
 from legato_engine.types import QuerySpec, Request, RequestKey, SamplingParams
 
-from benchmarks.decode.loops import picture, recorded, skilled, values_of
-from benchmarks.decode.loops.decodes import NUM_SKILLS
+from benchmarks.decode.loops import NUM_SKILLS, picture, recorded, skilled, values_of
 from benchmarks.decode.parts import prompts
 from benchmarks.speculation.run import with_settings
 from tests.engine.models.moondream.refiner import scripted

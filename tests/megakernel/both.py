@@ -15,8 +15,7 @@ from legato_engine.speculation import BlockPolicy
 
 from benchmarks.megakernel.drafts import DraftingRows
 from benchmarks.megakernel.kernel import Rules
-from benchmarks.megakernel.model import Cache
-from benchmarks.megakernel.values import PAIR, SCALAR
+from benchmarks.megakernel.model import PAIR, SCALAR, Cache
 from tests.megakernel import values
 from tests.megakernel.drafts import POLICIES, Scene, accepted_by_row, planted, set_rules
 from tests.megakernel.words import GPU, Machine

@@ -13,8 +13,7 @@ from legato_engine.kernels.megakernel.kernel import RING_STAGES, rows_of
 from legato_engine.kernels.megakernel.sizes import ModelSizes
 
 from benchmarks.megakernel.kernel import ResidentKernel, Rules
-from benchmarks.megakernel.model import Cache, Model, forward
-from benchmarks.megakernel.values import END, PAIR, SCALAR, RandomValues
+from benchmarks.megakernel.model import END, PAIR, SCALAR, Cache, Model, RandomValues, forward
 from tests.megakernel.words import GPU, CapturedSteps, Machine
 
 POSITIONS = 512

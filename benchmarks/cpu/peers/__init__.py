@@ -32,7 +32,7 @@ from legato_engine.models.decoder.gguf import gguf_tokenizer
 from legato_engine.models.gguf import read_gguf
 
 from benchmarks import record
-from benchmarks.provenance import ROOT
+from benchmarks.record import ROOT
 
 FILE = ROOT / ".tools" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 _TEXT = ROOT / "docs" / "architecture.md"

@@ -2,6 +2,7 @@ package legato
 
 import (
 	"context"
+	"iter"
 
 	legatov1 "github.com/legato-vlm/legato/clients/go/legato/v1"
 )
@@ -212,4 +213,160 @@ func (c *Client) Segment(ctx context.Context, image Image, object string, option
 		Sampling: ask.task.Sampling, Options: ask.options, Stamp: ask.stamp,
 	}
 	return invoke(outgoing(ctx, ask.callSettings), c, c.inference.Segment, request, segmentOf)
+}
+
+// Message is one message of a conversation.
+type Message struct {
+	role  legatov1.ChatRole
+	parts []Part
+}
+
+// Part is a piece of a message: [Words] or [Shown].
+type Part struct{ message *legatov1.ChatPart }
+
+// Words are text of a message.
+func Words(text string) Part {
+	return Part{&legatov1.ChatPart{Part: &legatov1.ChatPart_Text{Text: text}}}
+}
+
+// Shown is the place of the next image of the call: of its picture, or of [WithImages].
+func Shown() Part {
+	return Part{&legatov1.ChatPart{Part: &legatov1.ChatPart_Image{Image: &legatov1.ImagePart{}}}}
+}
+
+// SystemMessage says what holds for the whole conversation.
+func SystemMessage(text string) Message {
+	return Message{legatov1.ChatRole_CHAT_ROLE_SYSTEM, []Part{Words(text)}}
+}
+
+// UserMessage is what the caller asks.
+func UserMessage(text string) Message { return UserParts(Words(text)) }
+
+// UserParts is what the caller asks, with images between the words: all images of the call are shown, or none.
+func UserParts(parts ...Part) Message { return Message{legatov1.ChatRole_CHAT_ROLE_USER, parts} }
+
+// AssistantMessage is an earlier answer of the model.
+func AssistantMessage(text string) Message {
+	return Message{legatov1.ChatRole_CHAT_ROLE_ASSISTANT, []Part{Words(text)}}
+}
+
+// Chat answers the last question of a conversation, see [ChatTask], about the picture, or without one if it is nil.
+// The server keeps nothing of it: the next call brings this answer as an [AssistantMessage].
+func (c *Client) Chat(
+	ctx context.Context, image Image, messages []Message, options ...Option,
+) (*QueryResult, error) {
+	return c.query(ctx, image, ChatTask(messages), options)
+}
+
+func (m Message) message() *legatov1.ChatMessage {
+	parts := all(m.parts, func(part Part) *legatov1.ChatPart { return part.message })
+	return &legatov1.ChatMessage{Role: m.role, Parts: parts}
+}
+
+// Generate runs one task and yields what it gives while it decodes, [Finished] last. An error ends the stream. Leaving
+// the loop cancels the request; so does cancelling the context.
+//
+// When the server is lost, another one of the same name goes on, up to three times within the deadline; nothing is
+// told twice. A picture that only the lost server held is [ReasonImageNotFound].
+//
+//	for event, err := range client.Generate(ctx, image, legato.CaptionTask(legato.ShortCaption)) {
+//		if err != nil {
+//			return err
+//		}
+//		if text, ok := event.(*legato.TextDelta); ok {
+//			fmt.Print(text.Text)
+//		}
+//	}
+func (c *Client) Generate(
+	ctx context.Context, image Image, task Task, options ...CallOption,
+) iter.Seq2[Event, error] {
+	return func(yield func(Event, error) bool) {
+		call := callOf(options)
+		request, err := c.generateRequest(image, task, call)
+		call.stayWith(request.GetImage())
+		if err != nil {
+			yield(nil, err)
+			return
+		}
+		ctx, cancel := withDeadline(outgoing(ctx, call), c.settings.streamTimeout)
+		defer cancel()
+		reader := eventReader{yield: yield}
+		for attempt := 1; ; attempt++ {
+			failure := reader.replay(c.inference.Generate(ctx, request))
+			if failure == nil {
+				return
+			}
+			again := reader.resumes(ctx, failure, request)
+			if !again && !reader.begun {
+				again = waitIfBusy(ctx, failure, attempt)
+			}
+			if !again {
+				yield(nil, failure)
+				return
+			}
+		}
+	}
+}
+
+func (c *Client) generateRequest(image Image, task Task, call callSettings) (*legatov1.GenerateRequest, error) {
+	tasks, err := messagesOf([]Task{task})
+	if err != nil {
+		return nil, err
+	}
+	picture, err := load(image)
+	if err != nil {
+		return nil, err
+	}
+	request := &legatov1.GenerateRequest{
+		Image: picture, Task: tasks[0], Options: call.options, Stamp: call.stamp, Checkpoints: true,
+	}
+	return request, c.fits(request)
+}
+
+// Task is one thing to do with a picture, for [Client.Generate], [Client.RunTasks] and sessions.
+type Task struct {
+	message *legatov1.Task
+	wrong   error
+}
+
+// CaptionLength is how much a caption says.
+type CaptionLength int32
+
+// The lengths of a caption; 0 is NormalCaption.
+const (
+	ShortCaption  = CaptionLength(legatov1.CaptionLength_CAPTION_LENGTH_SHORT)
+	NormalCaption = CaptionLength(legatov1.CaptionLength_CAPTION_LENGTH_NORMAL)
+	LongCaption   = CaptionLength(legatov1.CaptionLength_CAPTION_LENGTH_LONG)
+)
+
+// ObjectOrder is the order of objects in a result.
+type ObjectOrder int32
+
+// The orders of objects; 0 is OrderModel.
+const (
+	OrderModel      = ObjectOrder(legatov1.ObjectOrder_OBJECT_ORDER_MODEL)
+	OrderConfidence = ObjectOrder(legatov1.ObjectOrder_OBJECT_ORDER_CONFIDENCE) // the greatest first
+)
+
+func taskOf(message *legatov1.Task, options []TaskOption) Task {
+	wanted := settings{task: Task{message: message}}
+	for _, option := range options {
+		option.apply(&wanted)
+	}
+	return wanted.task
+}
+
+// messagesOf is the contract's form of tasks, or what is wrong with the first bad one.
+func messagesOf(tasks []Task) ([]*legatov1.Task, error) {
+	messages := make([]*legatov1.Task, len(tasks))
+	for i, task := range tasks {
+		if task.message == nil {
+			return nil, misuse("tasks", "task %d is empty; make it with DetectTask and its like", i)
+		}
+		if task.wrong != nil {
+			return nil, task.wrong
+		}
+		messages[i] = task.message
+	}
+	return messages, nil
 }
