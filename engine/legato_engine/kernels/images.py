@@ -11,10 +11,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:
+    import torch  # frontends plan cuts without it
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -258,6 +261,8 @@ class StagedImage:
 
 def stage(pixels_HWC: npt.NDArray[np.uint8], plan: CutPlan, host: HostImage) -> StagedImage:
     """Write an image's plan, which has to fit, and its pixels unless they are pinned already."""
+    import torch
+
     num_words = plan.write(host.plan.numpy())
     if pixels_HWC.flags.writeable and pixels_HWC.flags.c_contiguous:
         own = torch.from_numpy(pixels_HWC).flatten()
