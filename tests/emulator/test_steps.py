@@ -33,6 +33,8 @@ LAPS = PARTS | {"ff_dim": 9984}
 """A part has more chunks of inputs than their ring has stages."""
 WIDE = SMALL | {"dim": 2048, "ff_dim": 8192, "num_heads": 32}
 """Those of Moondream 3."""
+RUNS = SMALL | {"dim": 1280, "num_heads": 20}
+"""Stages of packed experts have several runs of inputs, and the heads' map several stages."""
 MAX_RANKS = (8, 512)
 """Of banks of adapters: by dot products, and by tensor cores."""
 
@@ -61,6 +63,7 @@ CONFIGS = {
     "routed-e4m3": routed(SMALL, Gelu.TANH),
     "routed-kv8": routed(SMALL),
     "routed-parts": routed(PARTS),
+    "routed-runs": routed(RUNS, Gelu.TANH, inner_dim=640),
 }
 
 
@@ -129,6 +132,7 @@ def test_inputs_in_two_rounds_are_as_exact_as_torch(
         ("plain", "fp8", 5),
         ("plain-parts", "int4", 9),
         ("routed", "int8", 13),
+        ("routed-runs", "int4", 5),
         *(
             pytest.param(name, weights, batch, marks=pytest.mark.slow)
             for name, weights, batch in (
@@ -137,6 +141,8 @@ def test_inputs_in_two_rounds_are_as_exact_as_torch(
                 ("plain-parts", "int8", 5),
                 ("plain", "int4", 32),
                 ("routed", "fp8", 5),
+                ("routed", "int4", 32),
+                ("routed-runs", "fp8", 13),
             )
         ),
     ],
@@ -148,6 +154,17 @@ def test_a_step_of_quantised_weights_is_as_exact_as_torch(
     quantised = world_of(CONFIGS[name], CPU, kv8=weights != "int8", weights=weights)
     test_kernels.a_step_is_as_exact_as_torch(quantised, batch)
     test_kernels.a_row_has_the_same_bits_in_any_batch(quantised, (batch,), rows=(0, batch - 1))
+
+
+@pytest.mark.usefixtures("portable_gpu")
+@pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_packed_experts_without_hoppers_features_are_as_exact_as_torch(weights: str) -> None:
+    """Those of int4 with adapters too, of rows with one and without."""
+    portable = world_of(CONFIGS["routed"], CPU, weights=weights)
+    test_kernels.a_step_is_as_exact_as_torch(portable, 5)
+    adapted = test_adapters.with_adapters(portable, 8)
+    test_adapters.a_step_with_adapters_is_as_exact_as_torch(adapted, slice(0, 5))
+    test_adapters.a_row_has_the_same_bits_whatever_is_beside_it(adapted, (5,))
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from legato_engine.kernels.cuda import grouped, module
 from legato_engine.kernels.cuda.attention import MAX_TOKENS
 from legato_engine.kernels.cuda.capability import Kernels, runs
 from legato_engine.kernels.cuda.decoder import MOST_TOKENS, LayerBoundary
-from legato_engine.kernels.map_codes import KINDS, WeightKind
+from legato_engine.kernels.map_codes import KINDS, WeightKind, format_of
 from legato_engine.kernels.parameters import ExpertWeights, Routes
-from legato_engine.layers.mlp import ExpertLinear
+from legato_engine.layers.mlp import ExpertLinear, MoE
 from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import (
     ARCHITECTURE_3,
@@ -108,17 +108,22 @@ CONFIGS = {
     "moondream2-int8": shallow_moondream2,
     "moondream2-int4-kv8": shallow_moondream2,
     "moondream3": shallow_moondream3,
+    "moondream3-fp8-kv8": shallow_moondream3,
     "moondream3-int8": shallow_moondream3,
+    "moondream3-int4": shallow_moondream3,
+    "moondream3-int4-kv8": shallow_moondream3,
     "moondream3-e4m3": shallow_moondream3,
     "moondream3-e4m3-kv8": shallow_moondream3,
     "moondream3-long": long_moondream3,
     "moondream3-long-kv8": long_moondream3,
     "narrow3": narrow_moondream3,
+    "narrow3-fp8": narrow_moondream3,
     "narrow3-int8": narrow_moondream3,
+    "narrow3-int4": narrow_moondream3,
     "narrow3-e4m3": narrow_moondream3,
     "narrow3-kv8": narrow_moondream3,
 }
-"""By name: with e4m3 experts are quantised, with kv8 keys and values."""
+"""By name: with e4m3 only experts are quantised, with kv8 keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +214,7 @@ def world_of(
 ) -> World:
     """A model with random weights; a row's pages are anywhere.
 
-    With `e4m3` experts are quantised, with `kv8` keys and values, by `weights` all maps.
+    With `e4m3` experts are quantised, with `kv8` keys and values, by `weights` maps and experts.
     """
     network = random_weights(config, 0, device, torch.bfloat16)
     if e4m3:
@@ -240,7 +245,7 @@ def quantise_experts(network: Network) -> None:
         weight_XOI = layer.weight
         scale_XO = weight_XOI.float().abs().amax(-1) / 448
         scale_XO[1::2] *= 448 / 2**-4
-        layer.use_codes(WeightKind.E4M3)
+        layer.use_codes(format_of(WeightKind.E4M3))
         layer.weight.copy_(weight_XOI / scale_XO[..., None])
         assert layer.scale is not None
         layer.scale.copy_(scale_XO)
@@ -525,7 +530,9 @@ REPLAYS = 50
 TIMES = 20
 
 
-@pytest.fixture(scope="module", params=["moondream2", "moondream3", "moondream3-e4m3"])
+@pytest.fixture(
+    scope="module", params=["moondream2", "moondream3", "moondream3-e4m3", "moondream3-int4"]
+)
 def replayed(request: pytest.FixtureRequest) -> World:
     """A model's widths in few layers."""
     return make_world(request.param)
@@ -624,6 +631,30 @@ def verification(boundary: World, rows: int, count: int) -> StepInputs:
 
 FIRST = torch.device("cuda", 0)
 COUNT, MANY = 9, 100
+
+
+@pytest.mark.parametrize("count", [COUNT, MANY])
+def test_products_of_many_tokens_read_packed_experts(count):
+    """Each weight rounded once to bf16; grouped or not, products are near the formula."""
+    network = random_weights(narrow_moondream3(), 0, DEVICE, torch.bfloat16)
+    network.quantise("int4")
+    moe = next(module for module in network.modules() if isinstance(module, MoE))
+    up, down = (layer.weights() for layer in moe.layers)
+    exact = []
+    for weights in (up, down):
+        assert weights.packed is not None
+        exact_XOI = weights.dense(torch.float32)
+        assert torch.equal(weights.dense(torch.bfloat16), exact_XOI.bfloat16())
+        assert torch.equal(weights.one(torch.bfloat16, 5), exact_XOI[5].bfloat16())
+        exact.append(ExpertWeights(exact_XOI.cpu(), None))
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(count, exact[1].weight_XOI.shape[1], generator=generator)
+    x_TD, routes = bfloat16(x_TD, ops.route(torch.randn(count, 16, generator=generator), 3))
+    expected_TD = by_hand(x_TD, routes, *exact)
+    there = Routes(routes.expert_TK.to(DEVICE), routes.share_TK.to(DEVICE))
+    for capturable in (False, True):
+        out_TD = ops.experts(x_TD.to(DEVICE), there, up, down, capturable=capturable)
+        assert error(out_TD.cpu(), expected_TD) < 0.02
 
 
 def on_gpu(layer):

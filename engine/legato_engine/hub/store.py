@@ -189,6 +189,8 @@ _ALL = (
         _BSL,
         bf16_bytes=18_500_000_000,
         fp8_bytes=10_500_000_000,
+        # counted, not measured
+        rounded_bytes=(("int8", 9_870_000_000), ("int4", 5_820_000_000)),
     ),
     Published(
         "moondream3.1",
@@ -249,9 +251,8 @@ def quantize_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentPa
         prog="legato quantize",
         description="Round the decoder's weights once, as `legato serve --weight-dtype` does on a "
         "GPU at each start, and write a smaller checkpoint that `legato serve --weights` takes. Of "
-        "a text model or Qwen3-VL it is a folder, of a Moondream one file; of Moondream 3 only the "
-        "experts are rounded, as fp8. With --images, calibrate the vision tower of a Moondream for "
-        "`legato serve --vision-dtype fp8`.",
+        "a text model or Qwen3-VL it is a folder, of a Moondream one file. With --images, "
+        "calibrate the vision tower of a Moondream for `legato serve --vision-dtype fp8`.",
     )
     add = parser.add_argument
     add("--model", choices=_QUANTISED, required=True, metavar="NAME", help=", ".join(_QUANTISED))
@@ -268,7 +269,7 @@ def quantize_parser(kind: Kind = argparse.ArgumentParser) -> argparse.ArgumentPa
     made.add_argument(
         "--weight-dtype",
         choices=("fp8", "int8", "int4"),
-        help="number format of the decoder's layers; the head of int4 is int8",
+        help="number format of the decoder's layers and experts; the head of int4 is int8",
     )
     made.add_argument(
         "--images",

@@ -103,8 +103,8 @@ KINDS = {
 """By the names of `--weight-dtype`, of which a GPU has one copy of the weights."""
 
 
-EXPERT_KINDS = (WeightKind.E4M3, WeightKind.INT8)
-"""Kinds of experts' weights, a scale for each row, beside those of the model's dtype."""
+ROW_KINDS = (WeightKind.E4M3, WeightKind.INT8)
+"""Kinds of experts' weights that stay in the checkpoint's layout, with a scale for each row."""
 
 
 class CodeFormat(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,12 +21,36 @@ class Quantised:
 # ---------------------------------------------------------------- experts
 
 
+class PackedExperts(Protocol):
+    """A map of every expert as the decode step's kernels read it."""
+
+    data: torch.Tensor
+
+    def dense(self, dtype: torch.dtype, expert: int | None = None) -> torch.Tensor:
+        """Return a copy of all experts, [X, O, I], or of one, [O, I]."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """One bias-free map of every expert: the model's dtype, or of `EXPERT_KINDS` with scales."""
+    """One bias-free map of every expert: the model's dtype, or 8 bits with a scale for each row.
+
+    Of `packed` weights `weight_XOI` is empty, without inputs.
+    """
 
     weight_XOI: torch.Tensor
     scale_XO: torch.Tensor | None
+    packed: PackedExperts | None = None
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return all experts in a dtype, still to be multiplied by the scales of rows."""
+        return self.weight_XOI.to(dtype) if self.packed is None else self.packed.dense(dtype)
+
+    def one(self, dtype: torch.dtype, expert: int) -> torch.Tensor:
+        """Return one of them, likewise."""
+        if self.packed is not None:
+            return self.packed.dense(dtype, expert)
+        return self.weight_XOI[expert].to(dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -144,14 +168,15 @@ class TauWeights:
 class LayerWeights:
     """Weights of a layer: packed maps, with the norm folded into the first.
 
-    Tensors are bf16 except `folded_in` and the scales of rows (some weight kinds only): float32.
+    Tensors are bf16 except `folded_in` and the scales of rows (some weight kinds only): float32. A
+    layer with experts has no `fc2_bias`.
     """
 
     weights_in: torch.Tensor
     folded_in: torch.Tensor
     weights_out: torch.Tensor
     proj_bias: torch.Tensor
-    fc2_bias: torch.Tensor
+    fc2_bias: torch.Tensor | None
     scales_in: torch.Tensor | None = None
     scales_out: torch.Tensor | None = None
 

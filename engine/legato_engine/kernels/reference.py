@@ -339,12 +339,15 @@ def _change_rows(
 
 
 def _one_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert: int) -> torch.Tensor:
-    out_TO = F.linear(x_TI, layer.weight_XOI[expert].to(x_TI.dtype))
+    out_TO = F.linear(x_TI, layer.one(x_TI.dtype, expert))
     return out_TO if layer.scale_XO is None else _scaled(out_TO, layer.scale_XO[expert])
 
 
 def _own_expert(x_TI: torch.Tensor, layer: ExpertWeights, expert_T: torch.Tensor) -> torch.Tensor:
-    weight_TOI = pages.taken(layer.weight_XOI, expert_T).to(x_TI.dtype)
+    if layer.packed is None:
+        weight_TOI = pages.taken(layer.weight_XOI, expert_T).to(x_TI.dtype)
+    else:
+        weight_TOI = layer.packed.dense(x_TI.dtype)[expert_T]
     out_TO = torch.bmm(weight_TOI, x_TI[:, :, None])[:, :, 0]
     return out_TO if layer.scale_XO is None else _scaled(out_TO, layer.scale_XO[expert_T])
 

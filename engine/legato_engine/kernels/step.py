@@ -53,8 +53,15 @@ from legato_engine.kernels.cuda.value_heads import (
     ValueReader,
     ValueSizes,
 )
-from legato_engine.kernels.map_codes import CodeFormat, MapCodes, map_codes
-from legato_engine.kernels.parameters import Affine, DecoderLayer, DenseMlp, LayerWeights
+from legato_engine.kernels.map_codes import CodeFormat, MapCodes, format_of, map_codes
+from legato_engine.kernels.parameters import (
+    Affine,
+    DecoderLayer,
+    DenseMlp,
+    ExpertMlp,
+    LayerWeights,
+    PackedExperts,
+)
 
 __all__ = [
     "DEFAULT_STAGES",
@@ -88,6 +95,7 @@ __all__ = [
     "head_codes",
     "layer_codes",
     "packed_decoder",
+    "packed_experts",
     "packed_head",
     "quantised_head",
     "quantised_layer",
@@ -245,7 +253,8 @@ class StepMap(MapPart):
 class QuantisedLayer:
     """One copy of a layer's weights, for decode steps and for products of many tokens.
 
-    The norm's scale is in `qkv` and `fc1`, its shift in their biases, float32.
+    The norm's scale is in `qkv` and `fc1`, its shift in their biases, float32. `fc1` and `fc2` of a
+    layer with experts are empty.
     """
 
     weights: LayerWeights
@@ -276,19 +285,22 @@ class FoldedCodes:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerCodes:
-    """A layer's maps: QKV above fc1, and fc2 beside the output map."""
+    """A layer's maps: QKV above fc1, and fc2 beside the output map; of experts neither is there."""
 
     first: FoldedCodes
     second: MapCodes
 
 
 def layer_codes(layer: DecoderLayer, code_format: CodeFormat) -> LayerCodes:
-    """Quantise a layer with an MLP and without gains."""
-    assert isinstance(layer.mlp, DenseMlp), "experts are quantised by their checkpoint"
-    scaled, folded = folded_first(layer, layer.mlp)
+    """Quantise a layer's maps, but not its experts and their router."""
+    if isinstance(layer.mlp, DenseMlp):
+        scaled, folded = folded_first(layer, layer.mlp)
+        second = torch.cat([layer.mlp.fc2.weight, layer.proj.weight], dim=1)
+    else:
+        scaled, folded = fold_norm(*layer.qkv, layer.norm)
+        second = layer.proj.weight
     first = FoldedCodes(map_codes(scaled, code_format), folded[:, 1])
-    beside = torch.cat([layer.mlp.fc2.weight, layer.proj.weight], dim=1)
-    return LayerCodes(first, map_codes(beside, code_format))
+    return LayerCodes(first, map_codes(second, code_format))
 
 
 def head_codes(head: Affine, norm: Affine, code_format: CodeFormat) -> FoldedCodes:
@@ -296,19 +308,24 @@ def head_codes(head: Affine, norm: Affine, code_format: CodeFormat) -> FoldedCod
     return FoldedCodes(map_codes(scaled, code_format), folded[:, 1])
 
 
-def quantised_layer(
-    codes: LayerCodes, fc2_bias: torch.Tensor, proj_bias: torch.Tensor, num_heads: int
-) -> QuantisedLayer:
-    device = codes.second.codes.device
-    order = _rotated_order(len(codes.first.bias_O), num_heads, device)
-    into, folded = pack_codes(codes.first.map, order_O=order), _corrections(codes.first)
-    dim, mixed = codes.second.values().shape
-    out = pack_codes(codes.second, num_parts(mixed, dim))
+def quantised_layer(codes: LayerCodes, layer: DecoderLayer, num_heads: int) -> QuantisedLayer:
+    """Pack a layer's codes; `layer` has what they leave: biases, and experts' norm and router."""
+    into_codes, order, parts, fc2_bias = codes.first, None, 1, None
+    dim, mixed = codes.second.shape
+    if layer.tau is None:  # else the gains' kernel rotates
+        bias_O = codes.first.bias_O
+        order = _rotated_order(len(bias_O), num_heads, bias_O.device)
+    if isinstance(layer.mlp, ExpertMlp):
+        into_codes = _with_router(into_codes, layer.mlp.router, layer.norm)
+    else:
+        parts, fc2_bias = num_parts(mixed, dim), layer.mlp.fc2.bias
+    into, folded = pack_codes(into_codes.map, order_O=order), _corrections(into_codes)
+    out = pack_codes(codes.second, parts)
     weights = LayerWeights(
         weights_in=into.data,
         folded_in=folded,
         weights_out=out.data,
-        proj_bias=proj_bias,
+        proj_bias=layer.proj.bias,
         fc2_bias=fc2_bias,
         scales_in=into.scale_O,
         scales_out=out.scale_O,
@@ -321,8 +338,63 @@ def quantised_layer(
         fc2=MapPart(out, whole, slice(0, inner)),
         proj=MapPart(out, whole, slice(inner, mixed)),
         qkv_bias=folded[:first, 1],
-        fc1_bias=folded[first:, 1],
+        fc1_bias=folded[first : first + inner, 1],
     )
+
+
+def _with_router(first: FoldedCodes, router: Affine, norm: Affine) -> FoldedCodes:
+    """Add a router's rows, each in two: routes are to stay those of its weights.
+
+    8 rows after each is what rounding has left of it; a logit is the sum of both.
+    """
+    kind, (outputs, inputs) = first.map.kind, first.map.shape
+    assert first.map.scales is not None, "only bf16 has no scales"
+    group = inputs // (first.map.scales.numel() // outputs)
+    scaled, folded = fold_norm(*router, norm)
+    rounded = map_codes(scaled, format_of(kind, group))
+    rest = map_codes(scaled.float() - rounded.dequantised(), format_of(kind, group))
+    split = gate_order(2 * len(folded), folded.device)
+    maps = [each.tensors() for each in (first.map, rounded, rest)]
+    codes, *halves = (each["codes"].view(torch.uint8) for each in maps)
+    codes = torch.cat([codes, torch.cat(halves)[split]]).view(kind.code_dtype)
+    scales, *halves = (each["scales"] for each in maps)
+    scales = torch.cat([scales, torch.cat(halves)[split]])
+    bias_O = torch.stack([folded[:, 1], torch.zeros_like(folded[:, 1])]).flatten()[split]
+    return FoldedCodes(MapCodes(kind, codes, scales), torch.cat([first.bias_O, bias_O]))
+
+
+class _PackedExperts:
+    """A `PackedExperts`: packed maps one after the other, which are one map too."""
+
+    def __init__(self, maps: Sequence[PackedMap]) -> None:
+        like, self._num_experts = maps[0], len(maps)
+        self.data = torch.cat([each.data for each in maps])
+        self._one = dataclasses.replace(like, data=self.data[:0])
+        order_XO = None
+        if like.order_O is not None:
+            starts_X = torch.arange(len(maps), device=self.data.device) * like.outputs
+            order_XO = (starts_X[:, None] + like.order_O).flatten().int()
+        self._all = dataclasses.replace(
+            like, data=self.data, outputs=len(maps) * like.outputs, order_O=order_XO
+        )
+
+    def dense(self, dtype: torch.dtype, expert: int | None = None) -> torch.Tensor:
+        found = self._all
+        if expert is not None:
+            data = self.data.view(self._num_experts, -1)[expert]
+            found = dataclasses.replace(self._one, data=data)
+        if dtype is torch.bfloat16:
+            weights = found.part(slice(0, found.outputs), slice(0, found.inputs))
+        else:
+            weights = found.dequantised().to(dtype)
+        return weights if expert is not None else weights.view(self._num_experts, -1, found.inputs)
+
+
+def packed_experts(experts: Sequence[MapCodes], *, gates: bool) -> PackedExperts:
+    """Pack a map of every expert; with `gates` rows of both halves are 8 apart."""
+    outputs, device = experts[0].shape[0], experts[0].codes.device
+    order_O = gate_order(outputs, device) if gates else None
+    return _PackedExperts([pack_codes(each, order_O=order_O) for each in experts])
 
 
 def quantised_head(codes: FoldedCodes) -> QuantisedHead:
@@ -345,18 +417,18 @@ def packed_tau_layer(layer: DecoderLayer, sizes: DecoderSizes) -> TauLayer:
     """Pack a layer with gains; experts stay where they are."""
     assert layer.tau is not None, "a layer without gains has another layout"
     if isinstance(layer.mlp, DenseMlp):
-        return TauLayer(layer.tau, packed_layer(layer, sizes, rotated=False))
-    first = packed_head([layer.qkv, layer.mlp.router], layer.norm)
-    maps = ExpertLayer(
-        weights_in=first.weights,
-        folded_in=first.folded,
-        norm=layer.norm,
-        up=layer.mlp.up,
-        down=layer.mlp.down,
-        proj_DD=layer.proj.weight,
-        proj_bias=layer.proj.bias,
-    )
-    return TauLayer(layer.tau, maps)
+        return TauLayer(layer.tau, packed_layer(layer, sizes, rotated=False), None)
+    maps = layer.packed
+    if maps is None:
+        first = packed_head([layer.qkv, layer.mlp.router], layer.norm)
+        maps = LayerWeights(
+            weights_in=first.weights,
+            folded_in=first.folded,
+            weights_out=layer.proj.weight,
+            proj_bias=layer.proj.bias,
+            fc2_bias=None,
+        )
+    return TauLayer(layer.tau, maps, ExpertLayer(layer.norm, layer.mlp.up, layer.mlp.down))
 
 
 def packed_head(maps: Sequence[Affine], norm: Affine) -> HeadWeights:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from legato_engine.kernels import activations, ops
-from legato_engine.kernels.map_codes import WeightKind, format_of, map_codes
-from legato_engine.kernels.parameters import Affine, ExpertAdapters, ExpertWeights
+from legato_engine.kernels.map_codes import CodeFormat, MapCodes, WeightKind, map_codes
+from legato_engine.kernels.parameters import Affine, ExpertAdapters, ExpertWeights, PackedExperts
+from legato_engine.kernels.step import packed_experts
 from legato_engine.layers.linear import Linear, PackedLinear, Sum
 from legato_engine.layers.lora import LayerAdapters
 
@@ -68,48 +69,83 @@ class GatedMLP(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """One bias-free layer of every expert: `weight` [X, O, I]."""
+    """One bias-free layer of every expert: `weight` [X, O, I].
+
+    Codes have a `scale`, float32 [X, O], those of int4 bf16 [X, O, G]. `gates`: the outputs are two
+    halves, whose rows are to be read side by side.
+    """
 
     scale: torch.Tensor | None
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, *, gates: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
         self.register_buffer("scale", None)
+        self.kind, self._gates = WeightKind.BF16, gates
+        self._packed: PackedExperts | None = None
 
-    def use_codes(self, kind: WeightKind) -> None:
-        """Replace the weights by codes with a float32 `scale` [X, O], to be loaded."""
-        empty = torch.empty_like(self.weight, dtype=kind.code_dtype)
-        self.weight = nn.Parameter(empty, requires_grad=False)
-        self.scale = torch.empty(empty.shape[:2], dtype=torch.float32, device=empty.device)
+    def use_codes(self, code_format: CodeFormat) -> None:
+        """Replace the weights by codes, to be loaded."""
+        experts, outputs, inputs = self.weight.shape
+        empty = code_format.empty((experts * outputs, inputs), self.weight.device)
+        assert empty.scales is not None, "only bf16 has no scales"
+        self.kind = code_format.kind
+        codes_XOI = torch.unflatten(empty.codes, 0, (experts, outputs))
+        self.weight = nn.Parameter(codes_XOI, requires_grad=False)
+        self.scale = torch.unflatten(empty.scales, 0, (experts, outputs))
 
-    def quantise(self, kind: WeightKind) -> None:
+    def quantise(self, code_format: CodeFormat) -> None:
         """Round the loaded weights, one expert at a time."""
         weight_XOI = self.weight.detach()
-        self.use_codes(kind)
-        assert self.scale is not None, "codes have scales"
-        for weight_OI, codes_OI, scale_O in zip(weight_XOI, self.weight, self.scale, strict=True):
-            codes = map_codes(weight_OI, format_of(kind))
-            codes_OI.copy_(codes.codes)
-            if codes.scales is not None:
-                scale_O.copy_(codes.scales)
+        self.use_codes(code_format)
+        for weight_OI, codes in zip(weight_XOI, self._codes(), strict=True):
+            for to, made in zip(
+                codes.tensors().values(),
+                map_codes(weight_OI, code_format).tensors().values(),
+                strict=True,
+            ):
+                to.copy_(made)
+
+    def pack(self) -> None:
+        """Pack codes of int4 for a GPU; those of 8 bits are read where they are."""
+        if self.kind is WeightKind.INT4:
+            self._packed = packed_experts(self._codes(), gates=self._gates)
+            empty_XOI = self.weight.new_empty(*self.weight.shape[:2], 0)
+            self.weight, self.scale = nn.Parameter(empty_XOI, requires_grad=False), None
+
+    def dequantise(self, dtype: torch.dtype) -> None:
+        """Turn codes of int4 into weights for a CPU, which reads those of 8 bits as they are."""
+        if self.kind is WeightKind.INT4:
+            weight_XOI = torch.stack([each.dequantised().to(dtype) for each in self._codes()])
+            self.weight, self.scale = nn.Parameter(weight_XOI, requires_grad=False), None
+            self.kind = WeightKind.BF16
 
     def weights(self) -> ExpertWeights:
-        return ExpertWeights(self.weight, self.scale)
+        return ExpertWeights(self.weight, self.scale, self._packed)
+
+    def _codes(self) -> list[MapCodes]:
+        """Return views of each expert's codes."""
+        assert self.scale is not None, "codes have scales"
+        each = zip(self.weight.detach(), self.scale, strict=True)
+        return [MapCodes(self.kind, codes_OI, scales) for codes_OI, scales in each]
 
 
 class MoE(nn.Module):
     """Routes each token through `num_active` experts.
 
-    `fc1` makes both halves of the gated unit; only the router has biases.
+    `fc1` makes both halves of the gated unit; only the router has biases. `ln`: the norm of the
+    inputs, where the maps beside the experts have it folded in.
     """
 
     def __init__(self, dim: int, inner_dim: int, num_experts: int, num_active: int) -> None:
         super().__init__()
         self._num_active = num_active
         self.router = Linear(dim, num_experts)
-        self.fc1 = ExpertLinear(num_experts, dim, 2 * inner_dim)
+        self.fc1 = ExpertLinear(num_experts, dim, 2 * inner_dim, gates=True)
         self.fc2 = ExpertLinear(num_experts, inner_dim, dim)
+        self.ln: nn.LayerNorm | None = None
 
     def forward(
         self, x_TD: torch.Tensor, adapters: ExpertAdapters | None = None, *, capturable: bool
@@ -123,10 +159,11 @@ class MoE(nn.Module):
         """Return whether many tokens like these are grouped products, which can be captured."""
         return ops.can_group(like_TD, self.fc1.weights(), self.fc2.weights())
 
-    def use_codes(self, kind: WeightKind) -> None:
-        self.fc1.use_codes(kind)
-        self.fc2.use_codes(kind)
+    @property
+    def kind(self) -> WeightKind:
+        """The kind of the experts' weights."""
+        return self.fc1.kind
 
-    def quantise(self, kind: WeightKind) -> None:
-        self.fc1.quantise(kind)
-        self.fc2.quantise(kind)
+    @property
+    def layers(self) -> tuple[ExpertLinear, ExpertLinear]:
+        return self.fc1, self.fc2

@@ -79,15 +79,13 @@ class QuantisedMaps(NamedTuple):
     """Names of a family's quantised maps in its recipes; the kind of the head is `of_head`."""
 
     maps: tuple[str, ...]
-    head: str | None
+    head: str
     folds_norms: bool
 
     def recipe(self, code_format: CodeFormat, source: dict[str, str], legato: str) -> Recipe:
         names = {kind: name for name, kind in KINDS.items()}
         kind = names[code_format.kind]
-        maps = dict.fromkeys(self.maps, kind)
-        if self.head is not None:
-            maps[self.head] = names[code_format.kind.of_head]
+        maps = dict.fromkeys(self.maps, kind) | {self.head: names[code_format.kind.of_head]}
         return Recipe(_VERSION, kind, code_format.group, maps, self.folds_norms, source, legato)
 
     def read(self, weights: Path, weight_dtype: str) -> Recipe | None:

@@ -368,8 +368,9 @@ def test_models(hub, tmp_path, monkeypatch, capsys):
     assert rows["tiny"]["bytes_here"] == len(WEIGHTS) + len(b"{}" + b"Apache" + b"[]")
     assert rows["moondream2"]["fits"] == ["cuda:0"]
     assert not rows["moondream2"]["pulled"]
-    assert rows["moondream3"]["fits"] == []
+    assert rows["moondream3"]["fits"] == ["cuda:0 as int8"]
     assert rows["moondream3.1"]["fits"] == ["cuda:0"]
+    monkeypatch.setattr(listing, "gpu_places", list)
     assert listing.main(["--models", str(tmp_path)]) == 0
     table = capsys.readouterr().out
     assert "nowhere" in table

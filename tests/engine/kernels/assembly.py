@@ -77,11 +77,13 @@ def under_way(
     waiting: list[Instruction] = []  # whose results nothing has waited for
     for place, it in enumerate(kernel):
         waiting = [read for read in waiting if read.clears not in it.waits]
-        if it.opcode == _READ_SHARED and it.is_wide:
-            # Results arrive in order: a read without a scoreboard has that of a later one.
+        if it.opcode == _READ_SHARED:
+            # Results arrive in order: a read without a scoreboard has that of a later one, as wide
+            # reads of codes have that of their scales.
             waiting = [r if r.clears is not None else r._replace(clears=it.clears) for r in waiting]
-            waiting.append(it)
-            pieces.setdefault(it.base, set()).add(it.offset)
+            if it.is_wide:
+                waiting.append(it)
+                pieces.setdefault(it.base, set()).add(it.offset)
         elif it.opcode == _BARRIER_ARRIVAL:
             weights = {base for base, offsets in pieces.items() if offsets in layouts}
             stages += len(weights)

@@ -30,13 +30,14 @@ from legato_engine.kernels.cuda.skinny_gemm import (
 )
 from legato_engine.kernels.cuda.tau_decoder import TauSizes
 from legato_engine.kernels.cuda.value_heads import ValueSizes, value_stages
-from legato_engine.kernels.map_codes import GROUP, KINDS, format_of, map_codes
+from legato_engine.kernels.map_codes import GROUP, KINDS, WeightKind, format_of, map_codes
 from legato_engine.models.moondream.decode_step import tau_sizes, value_sizes
 from legato_engine.models.moondream.presets import (
     legato_tiny_config,
     moondream2_config,
     moondream3_config,
 )
+from legato_engine.models.moondream.text import WeightKinds
 
 from tests.engine.kernels.code_cases import BLOCKS, FORMATS, random_codes
 
@@ -52,7 +53,13 @@ STATIC = 384  # bytes at most that these kernels have beside the dynamic ones
 STAGE = 4096  # keys and values of a step
 PART = 68 * 4  # a token's part
 PAGE = 16
-EXPERT_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
+QUANTISED = [WeightKind.E4M3, WeightKind.INT8, WeightKind.INT4]
+EXPERT_KINDS = [
+    WeightKinds(),
+    WeightKinds(experts=WeightKind.E4M3),
+    *(WeightKinds(kind, kind.of_head, kind) for kind in QUANTISED),
+]
+"""Those of Moondream 3, also as its publisher has quantised it."""
 CONFIGS = {"moondream2": moondream2_config(), "legato-tiny": legato_tiny_config()}
 
 
@@ -73,16 +80,21 @@ def sizes_of(name: str) -> tuple[DecoderSizes, ValueSizes]:
     return decode, value_sizes(config)
 
 
-def expert_sizes(dtype: torch.dtype) -> TauSizes:
+def expert_sizes(kinds: WeightKinds) -> TauSizes:
     """Moondream 3's sizes, in its whole context."""
     decode, _ = sizes_of("moondream2")  # the same but for the context
-    decode = dataclasses.replace(decode, max_pages=attention.MAX_CONTEXT // PAGE)
-    return tau_sizes(moondream3_config(), decode, dtype)
+    decode = dataclasses.replace(
+        decode,
+        max_pages=attention.MAX_CONTEXT // PAGE,
+        weight_kind=kinds.maps,
+        head_kind=kinds.head,
+    )
+    return tau_sizes(moondream3_config(), decode, kinds.experts)
 
 
-def expert_shared(dtype: torch.dtype, batch: int) -> dict[str, int]:
+def expert_shared(kinds: WeightKinds, batch: int) -> dict[str, int]:
     """Dynamic shared memory of the launches of Moondream 3's experts."""
-    sizes = expert_sizes(dtype)
+    sizes = expert_sizes(kinds)
     launches = {
         "experts_up": tau_decoder.up_stages(sizes, batch),
         "experts_out": tau_decoder.out_stages(sizes, batch),
@@ -129,11 +141,11 @@ def test_every_launch_fits_the_gpu(name, batch):
         assert num_bytes <= full[kernel], kernel
 
 
-@pytest.mark.parametrize("dtype", EXPERT_DTYPES)
+@pytest.mark.parametrize("kinds", EXPERT_KINDS)
 @pytest.mark.parametrize("batch", range(1, MAX_TOKENS + 1))
-def test_the_experts_launches_fit_the_gpu(batch, dtype):
+def test_the_experts_launches_fit_the_gpu(batch, kinds):
     """As above; each takes more than half of a processor, and the gains fit beside it."""
-    for kernel, num_bytes in expert_shared(dtype, batch).items():
+    for kernel, num_bytes in expert_shared(kinds, batch).items():
         assert num_bytes > MOST // 2, kernel
         assert num_bytes + EXPERT_STATIC + GAINS_STATIC + 2 * 1024 <= PROCESSOR, kernel
 
@@ -153,12 +165,12 @@ def test_attention_that_is_split_fits_beside_other_kernels(batch):
         assert mine + others + 2 * RESERVED <= PROCESSOR, name
 
 
-@pytest.mark.parametrize("dtype", EXPERT_DTYPES)
+@pytest.mark.parametrize("kinds", EXPERT_KINDS)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_attention_that_is_split_fits_beside_the_experts(dtype, batch):
+def test_attention_that_is_split_fits_beside_the_experts(kinds, batch):
     """Likewise for a few rows of Moondream 3, and the gains beside both."""
     mine = attention.shared_bytes(4, DEFAULT_STAGES.attend_split, batch) + GAINS_STATIC
-    for kernel, num_bytes in expert_shared(dtype, batch).items():
+    for kernel, num_bytes in expert_shared(kinds, batch).items():
         assert mine + num_bytes + EXPERT_STATIC + 2 * RESERVED <= PROCESSOR, kernel
 
 
@@ -270,8 +282,9 @@ def test_launches_are_cut_to_the_shared_memory_of_each_gpu(monkeypatch, name, gp
     for form in attention_forms(DEFAULT_STAGES.attend, DEFAULT_STAGES.attend_split):
         shared = attention.shared_bytes(form.splits, form.stages, 8, form.line_warps)
         assert shared <= Gpu(gpu).shared
-    has_room = Gpu(gpu).shared > 100 * 1024  # Moondream 3's experts have no room in less
-    assert (tau_decoder.max_tokens(expert_sizes(torch.float8_e4m3fn)) >= 8) == has_room
+    for kinds in EXPERT_KINDS:  # Moondream 3's experts have no room in less, but for int4
+        has_room = Gpu(gpu).shared > 100 * 1024 or kinds.experts is WeightKind.INT4
+        assert (tau_decoder.max_tokens(expert_sizes(kinds)) >= 8) == has_room
 
 
 # ---------------------------------------------------------------- packing

@@ -13,7 +13,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.kernels import activations, ops, reference
 from legato_engine.kernels.cuda import norm, quantise
 from legato_engine.kernels.cuda.module import compile_source, sources
-from legato_engine.kernels.map_codes import WeightKind
+from legato_engine.kernels.map_codes import WeightKind, format_of
 from legato_engine.kernels.parameters import AdapterRows
 from legato_engine.layers import fp8
 from legato_engine.layers.attention import Attention
@@ -175,7 +175,8 @@ def test_e4m3_is_to_be_loaded():
     """Experts in e4m3 have a float32 scale for each output, under names that a file fills."""
     with torch.device("meta"):
         moe = MoE(DIM, INNER, NUM_EXPERTS, NUM_ACTIVE).to(torch.bfloat16)
-        moe.use_codes(WeightKind.E4M3)
+        for layer in moe.layers:
+            layer.use_codes(format_of(WeightKind.E4M3))
     state = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in moe.state_dict().items()}
     assert state == {
         "router.weight": (torch.bfloat16, (NUM_EXPERTS, DIM)),

@@ -1,7 +1,7 @@
 """Experts as two grouped products of torch, whose group bounds stay on the device.
 
-Nothing is read on the host. bfloat16 products read only the weights of experts with tokens; e4m3
-weights are all widened first, which pays off for many tokens only. Shape legend as in
+Nothing is read on the host. bfloat16 products read only the weights of experts with tokens; weights
+of fewer bits are all widened first, which pays off for many tokens only. Shape legend as in
 `kernels.ops`.
 """
 
@@ -26,9 +26,10 @@ _MANY = 64  # tokens from which widening pays off
 
 def can_group(x_TD: torch.Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
     """Return whether each product is one kernel and widening pays off."""
+    is_plain = up.weight_XOI.dtype is down.weight_XOI.dtype is torch.bfloat16
     return (
         x_TD.dtype is torch.bfloat16
-        and ((up.scale_XO is None and down.scale_XO is None) or len(x_TD) >= _MANY)
+        and (is_plain or len(x_TD) >= _MANY)
         and all(size % _ALIGNMENT == 0 for size in down.weight_XOI.shape[1:])
         and runs(Kernels.GROUPED_EXPERTS, x_TD.device)
     )
@@ -69,7 +70,7 @@ def _bounds(expert_J: torch.Tensor, num_experts: int) -> torch.Tensor:
 def _product(
     x_JI: torch.Tensor, layer: ExpertWeights, expert_J: torch.Tensor, bound_X: torch.Tensor
 ) -> torch.Tensor:
-    weight_XIO = layer.weight_XOI.to(x_JI.dtype).transpose(1, 2)
+    weight_XIO = layer.dense(x_JI.dtype).transpose(1, 2)
     out_JO = F.grouped_mm(x_JI, weight_XIO, offs=bound_X)
     if layer.scale_XO is None:
         return out_JO

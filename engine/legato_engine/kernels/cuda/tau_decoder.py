@@ -37,7 +37,9 @@ MAX_ACTIVE = 8
 _BUDGET = 221 * 1024  # bytes of shared memory, which leave room for those of `gains`
 _SPLIT_TOKENS = 2  # whose attention is split on an H200 and leaves room for the experts' kernels
 _BESIDE = 6 * 1024  # left of a smaller GPU's
-_MOST_STAGES, _FEWEST_STAGES = 6, 2
+_MOST_STAGES, _FEWEST_STAGES = 6, 2  # the former with a head's map in bf16
+_UP_INPUTS, _OUT_INPUTS = 2048, 1024
+"""Inputs of a stage of packed rows, at most; 8 tokens' own are beside the latter."""
 _INPUT_STAGES = 3
 """Stages of inputs of `experts_out`, of a tile each."""
 
@@ -54,8 +56,12 @@ class ExpertSizes:
     weight_kind: WeightKind
 
     @property
-    def weight_bytes(self) -> int:
-        return self.weight_kind.bits // 8
+    def is_packed(self) -> bool:
+        return self.weight_kind is WeightKind.INT4
+
+    @property
+    def has_row_scales(self) -> bool:
+        return self.weight_kind in (WeightKind.E4M3, WeightKind.INT8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,53 +86,81 @@ def supported(tau: TauSizes) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TauRows:
-    """Rows of `width` weights in a stage of `row_major_gemm.cuh`."""
+    """Rows of `width` weights in a stage of `row_major_gemm.cuh`, of at most `packed` inputs.
+
+    Without it they are row-major.
+    """
 
     width: int
-    size: int
+    kind: WeightKind
+    packed: int = 0
 
     @property
     def chunk(self) -> int:
-        most = 2048 // self.size // GROUP
+        if self.packed:
+            run = skinny_gemm.chunk(self.width)
+            runs, most = self.width // run, self.packed // run
+            return next(run * each for each in range(most, 0, -1) if runs % each == 0)
+        most = 2048 // self._size // GROUP
         return next(g * GROUP for g in range(most, 0, -1) if self.width % (g * 64) == 0)
 
     @property
     def together(self) -> int:
         if self.chunk < self.width:
             return 1
-        return 2 if self.chunk * self.size > 1024 else 4
+        return 2 if self.chunk * self._size > 1024 else 4
 
     @property
     def stage(self) -> int:
-        """Bytes of 16 rows, each copy followed by a gap."""
-        return 16 // self.together * (self.together * self.chunk * self.size + 64)
+        """Bytes of 16 rows, each copy of row-major ones followed by a gap."""
+        if self.packed:
+            return self.kind.stage_bytes(self.chunk)
+        return 16 // self.together * (self.together * self.chunk * self._size + 64)
 
     @property
     def padding(self) -> int:
-        return 8 if self.size == 1 else skinny_gemm.PAD
+        return 8 if self._size == 1 and not self.packed else skinny_gemm.PAD
+
+    @property
+    def _size(self) -> int:
+        return self.kind.bits // 8
 
 
 def up_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
     """Return the stages that fit beside inputs and sums, and the bytes of shared memory."""
-    rows = TauRows(sizes.decoder.dim, sizes.experts.weight_bytes)
+    rows = up_rows(sizes)
     inputs = skinny_gemm.ring(batch * (rows.width + rows.padding), 1)
-    return _stages(batch, rows.stage, inputs + _sums(sizes, batch))
+    return _stages(sizes, batch, rows.stage, inputs + _sums(sizes, batch))
+
+
+def up_rows(sizes: TauSizes) -> TauRows:
+    experts = sizes.experts
+    packed = _UP_INPUTS if experts.is_packed else 0
+    return TauRows(sizes.decoder.dim, experts.weight_kind, packed)
+
+
+def out_rows(sizes: TauSizes) -> tuple[TauRows, TauRows]:
+    """Return those of the experts' second map and of the heads' map."""
+    experts, kind = sizes.experts, sizes.decoder.weight_kind
+    packed = _OUT_INPUTS if experts.is_packed else 0
+    down = TauRows(experts.inner_dim, experts.weight_kind, packed)
+    return down, TauRows(sizes.decoder.dim, kind, 0 if kind is WeightKind.BF16 else _OUT_INPUTS)
 
 
 def out_stages(sizes: TauSizes, batch: int) -> tuple[int, int]:
     """Return the stages of the output maps, in memory left by a ring of inputs, sums and terms."""
     experts, tiles = sizes.experts, skinny_gemm.tiles_for(batch)
-    down, proj = TauRows(experts.inner_dim, experts.weight_bytes), TauRows(sizes.decoder.dim, 2)
+    down, proj = out_rows(sizes)
     inputs = max(rows.chunk + rows.padding for rows in (down, proj))
     beside = skinny_gemm.ring(min(batch, 8) * inputs, _INPUT_STAGES) + _sums(sizes, batch)
     terms = 8 * tiles * (experts.num_active + 1) * _TERM
-    return _stages(batch, max(down.stage, proj.stage), beside + terms)
+    return _stages(sizes, batch, max(down.stage, proj.stage), beside + terms)
 
 
 def _sums(sizes: TauSizes, batch: int) -> int:
     """Bytes of `Blocks` and `RowsOfScales` in experts.cu."""
     experts, few = sizes.experts, skinny_gemm.tiles_for(batch) == 1
-    scales = experts.num_experts * 16 * 4 if experts.weight_bytes == 1 else 0
+    scales = experts.num_experts * 16 * 4 if experts.has_row_scales else 0
     return skinny_gemm.block_sums(8, 2 if few else 4) + scales
 
 
@@ -148,8 +182,9 @@ def max_tokens(sizes: TauSizes) -> int:
     return max(fits, default=0)
 
 
-def _stages(batch: int, num_bytes: int, beside: int) -> tuple[int, int]:
-    stages = min(_MOST_STAGES, (budget(batch) - beside - 128) // num_bytes)
+def _stages(sizes: TauSizes, batch: int, num_bytes: int, beside: int) -> tuple[int, int]:
+    most = _MOST_STAGES * 16 // sizes.decoder.weight_kind.bits
+    stages = min(most, (budget(batch) - beside - skinny_gemm.ring(0, most)) // num_bytes)
     return stages, skinny_gemm.ring(num_bytes // 2, stages) + beside
 
 
@@ -165,6 +200,7 @@ def tau_defines(sizes: TauSizes, tiles: int, *, routed: bool) -> dict[str, int]:
         "EXACT": int(sizes.exact),
         "EXPERTS": sizes.experts.num_experts if routed else 0,
         "EXPERT_WEIGHTS": int(sizes.experts.weight_kind),
+        "WEIGHTS": int(decoder.weight_kind),
         "KV_BYTES": decoder.kv_bytes,
         "TILES": tiles,
     }
@@ -178,6 +214,7 @@ def expert_defines(sizes: TauSizes, tiles: int) -> dict[str, int]:
         "EXPERTS": experts.num_experts,
         "ACTIVE": experts.num_active,
         "EXPERT_WEIGHTS": int(experts.weight_kind),
+        "WEIGHTS": int(sizes.decoder.weight_kind),
         "MIXED": sizes.decoder.mixed_dim,
         "INPUT_STAGES": _INPUT_STAGES,
         "TILES": tiles,
@@ -299,8 +336,8 @@ def expert_adapter_defines(experts: ExpertSizes, capacity: int, *, first: bool) 
 
 # A decode step of a decoder with gains on queries and values, and experts in most layers.
 #
-# Experts' first half runs before the gains, their second half in the output map. Their weights are
-# in the checkpoint's layout; only those that a token chose are read.
+# Experts' first half runs before the gains, their second half in the output map. Only those that a
+# token chose are read; their weights are in the checkpoint's layout, but packed in int4.
 #
 # Shape legend as in `decoder`; X experts, K experts of a token, I inner width of an expert, Z = 2 H
 # gains, C = 3 D queries, keys and values.
@@ -312,30 +349,32 @@ _ROWS = 8  # pairs of rows of an expert's first map, a thread block of `experts_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """A layer with experts; first map and router are packed as one with the norm folded in."""
+    """Experts, and what they read: the inputs of the layer's first map by its own `norm`."""
 
-    weights_in: torch.Tensor
-    folded_in: torch.Tensor
     norm: tuple[torch.Tensor, torch.Tensor]
     up: ExpertWeights
     down: ExpertWeights
-    proj_DD: torch.Tensor
-    proj_bias: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TauLayer:
-    """Gains and maps; the rows of the first map are in their own order."""
+    """Gains and maps; the rows of the first map are in their own order.
+
+    With `experts` the first map has the router in place of fc1, and the output map, in the
+    checkpoint's layout if it is bf16, no fc2.
+    """
 
     gains: TauWeights
-    maps: LayerWeights | ExpertLayer
+    maps: LayerWeights
+    experts: ExpertLayer | None
 
 
 class _Kernels:
     def __init__(self, sizes: TauSizes, tiles: int, stages: Stages) -> None:
         most = 8 * tiles
         self.in_stages = stages.layer_in[tiles]
-        shared = skinny_gemm.whole_shared(sizes.decoder.dim, most, self.in_stages, rounds=1)
+        dim, kind = sizes.decoder.dim, sizes.decoder.weight_kind
+        shared = skinny_gemm.whole_shared(dim, most, self.in_stages, kind, rounds=1)
         self.tau_in: dict[bool, Kernel] = {}
         for routed in (False, True):
             module = Module("tau_layer.cu", tau_defines(sizes, tiles, routed=routed))
@@ -397,14 +436,13 @@ class TauDecoder(StepDecoder):
         """See `CudaDecoder.layers`."""
         assert slot_R is None or self._expert_adapters is not None, "adapters need a bank"
         for layer, weights in enumerate(self._layers):
-            gains = weights.gains
-            if isinstance(weights.maps, ExpertLayer):
-                self._routed_layer(x_BD, layer, gains, weights.maps, positions, parts, slot_R)
+            if weights.experts is not None:
+                self._routed_layer(x_BD, layer, weights, positions, parts, slot_R)
                 continue
             change_BF = self._inner_change(layer, x_BD, slot_R, positions.row_B)
             if Part.LAYER_IN in parts:
-                self._layer_in(x_BD, weights.maps, change_BF)
-            self._gain_and_attend(layer, gains, positions, parts, follows_experts=False)
+                self._layer_in(x_BD, weights, change_BF)
+            self._gain_and_attend(layer, weights.gains, positions, parts, follows_experts=False)
             change_BD = self._outer_change(layer, slot_R, positions.row_B)
             if Part.LAYER_OUT in parts:
                 self._layer_out(x_BD, weights.maps, change_BD)
@@ -413,8 +451,7 @@ class TauDecoder(StepDecoder):
         self,
         x_BD: torch.Tensor,
         layer: int,
-        gains: TauWeights,
-        maps: ExpertLayer,
+        weights: TauLayer,
         positions: StepPositions,
         parts: Collection[Part],
         slot_R: torch.Tensor | None,
@@ -427,41 +464,38 @@ class TauDecoder(StepDecoder):
         adapters = None if slot_R is None else self._expert_adapters
         where = self.expert_LBK[layer], slot_R, positions.row_B
         if Part.LAYER_IN in parts:
-            self._layer_in(x_BD, maps, None)
+            self._layer_in(x_BD, weights, None)
         if Part.EXPERTS in parts:
             change = _NO_CHANGE
             if adapters is not None:
                 change = adapters.first(layer, self._normed_BD, self._logits_BX, where)
-            self._experts_up(len(x_BD), layer, maps, change)
+            self._experts_up(len(x_BD), layer, weights, change)
             if adapters is not None:
                 adapters.shrink(layer, self._inner_BKI, where)
-        self._gain_and_attend(layer, gains, positions, parts, follows_experts=True)
+        self._gain_and_attend(layer, weights.gains, positions, parts, follows_experts=True)
         if Part.LAYER_OUT in parts:
             change = _NO_CHANGE
             if adapters is not None:
                 change = adapters.second(layer, self._share_LBK[layer], where)
-            self._experts_out(x_BD, layer, maps, change)
+            self._experts_out(x_BD, layer, weights, change)
 
     def _layer_in(
-        self,
-        x_BD: torch.Tensor,
-        maps: LayerWeights | ExpertLayer,
-        change_BF: torch.Tensor | None,
+        self, x_BD: torch.Tensor, weights: TauLayer, change_BF: torch.Tensor | None
     ) -> None:
-        batch, sizes = x_BD.shape[0], self._sizes
-        routed = isinstance(maps, ExpertLayer)
+        batch, sizes, maps, experts = x_BD.shape[0], self._sizes, weights.maps, weights.experts
         kernels = self._kernels[skinny_gemm.tiles_for(batch)]
-        more = self._tau.experts.num_experts if routed else sizes.ff_dim
-        norm = maps.norm if isinstance(maps, ExpertLayer) else (x_BD, x_BD)  # which is not read
-        kernels.tau_in[routed].launch(
-            (skinny_gemm.even_grid((3 * sizes.dim + more) // 16), 1, 1),
+        norm = (x_BD, x_BD) if experts is None else experts.norm  # the former is not read
+        kernels.tau_in[experts is not None].launch(
+            (skinny_gemm.even_grid(len(maps.folded_in) // 16), 1, 1),
             skinny_gemm.finishing_threads(1),
             (
-                *(x_BD, maps.weights_in, maps.folded_in, *norm),
+                *(x_BD, maps.weights_in, maps.scales_in, maps.folded_in, *norm),
                 *(self._qkv_BC, self._features_BC, self._mixed_BF),
                 *(self._logits_BX, self._normed_BD, change_BF, batch, kernels.in_stages),
             ),
-            shared=skinny_gemm.whole_shared(sizes.dim, batch, kernels.in_stages, rounds=1),
+            shared=skinny_gemm.whole_shared(
+                sizes.dim, batch, kernels.in_stages, sizes.weight_kind, rounds=1
+            ),
             overlap=True,
         )
 
@@ -490,14 +524,16 @@ class TauDecoder(StepDecoder):
         if Part.ATTEND in parts:
             self._attend(positions, layer)
 
-    def _experts_up(self, batch: int, layer: int, maps: ExpertLayer, change: _Change) -> None:
+    def _experts_up(self, batch: int, layer: int, weights: TauLayer, change: _Change) -> None:
+        assert weights.experts is not None, "a layer without experts"
         kernels = self._kernels[skinny_gemm.tiles_for(batch)]
         stages, shared = up_stages(self._tau, batch)
         kernels.up.launch(
             (self._tau.experts.inner_dim // _ROWS, 1, 1),
             skinny_gemm.THREADS,
             (
-                *(self._normed_BD, self._logits_BX, *_weights(maps.up), self._inner_BKI),
+                *(self._normed_BD, self._logits_BX, *_weights(weights.experts.up)),
+                self._inner_BKI,
                 *(self.expert_LBK[layer], self._share_LBK[layer], *change, batch, stages),
             ),
             shared=shared,
@@ -505,9 +541,10 @@ class TauDecoder(StepDecoder):
         )
 
     def _experts_out(
-        self, x_BD: torch.Tensor, layer: int, maps: ExpertLayer, change: _Change
+        self, x_BD: torch.Tensor, layer: int, weights: TauLayer, change: _Change
     ) -> None:
-        batch = x_BD.shape[0]
+        assert weights.experts is not None, "a layer without experts"
+        batch, maps = x_BD.shape[0], weights.maps
         kernels = self._kernels[skinny_gemm.tiles_for(batch)]
         stages, shared = out_stages(self._tau, batch)
         kernels.out.launch(
@@ -515,7 +552,8 @@ class TauDecoder(StepDecoder):
             skinny_gemm.THREADS,
             (
                 *(self._inner_BKI, self.expert_LBK[layer], self._share_LBK[layer]),
-                *(self._heads_BD, *_weights(maps.down), maps.proj_DD, maps.proj_bias),
+                *(self._heads_BD, *_weights(weights.experts.down)),
+                *(maps.weights_out, maps.scales_out, maps.proj_bias),
                 *(x_BD, *change, batch, stages),
             ),
             shared=shared,
@@ -524,6 +562,6 @@ class TauDecoder(StepDecoder):
 
 
 def _weights(layer: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """bf16 weights pass as their own scales, which are not read."""
-    scale_XO = layer.scale_XO
-    return layer.weight_XOI, layer.weight_XOI if scale_XO is None else scale_XO
+    """Weights without scales of rows pass as their own, which are not read."""
+    weights = layer.weight_XOI if layer.packed is None else layer.packed.data
+    return weights, weights if layer.scale_XO is None else layer.scale_XO

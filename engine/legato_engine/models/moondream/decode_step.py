@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 from typing import cast
 
@@ -10,7 +9,7 @@ import torch
 
 from legato_engine.kernels.accelerated import RowTensors, SampledTokens
 from legato_engine.kernels.decode_loop import MegakernelOffer
-from legato_engine.kernels.map_codes import EXPERT_KINDS, WeightKind
+from legato_engine.kernels.map_codes import WeightKind
 from legato_engine.kernels.parameters import (
     DecoderLayer,
     DenseMlp,
@@ -48,12 +47,16 @@ from legato_engine.layers.mlp import MLP
 from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import Gelu, MoondreamConfig
 from legato_engine.models.moondream.region import RegionCoder, coord_reach, size_reach
-from legato_engine.models.moondream.text import Text, TextBlock, affine
+from legato_engine.models.moondream.text import Text, TextBlock, WeightKinds, affine
 from legato_engine.models.paged_attention import KVCache
 from legato_engine.speculation import BlockPolicy
 
+_PLAIN = WeightKinds()
 
-def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
+
+def decoder_sizes(
+    config: MoondreamConfig, kv: KVCache, kinds: WeightKinds = _PLAIN
+) -> DecoderSizes:
     text = config.text
     return DecoderSizes(
         dim=text.dim,
@@ -64,6 +67,8 @@ def decoder_sizes(config: MoondreamConfig, kv: KVCache) -> DecoderSizes:
         page_size=kv.page_size,
         max_pages=-(-text.max_context // kv.page_size),
         kv_bytes=kv.k_LNHSE.element_size(),
+        weight_kind=kinds.maps,
+        head_kind=kinds.head,
     )
 
 
@@ -71,7 +76,7 @@ def has_kernels(
     config: MoondreamConfig,
     kv: KVCache,
     dtype: torch.dtype,
-    expert_dtype: torch.dtype | None = None,
+    kinds: WeightKinds = _PLAIN,
 ) -> bool:
     """Return whether kernels run this model on the device of its KV cache.
 
@@ -80,10 +85,8 @@ def has_kernels(
     text, region = config.text, config.region
     if (text.tau is None) != (text.moe is None):
         return False
-    sizes = decoder_sizes(config, kv)
-    if text.moe is not None and not supports_experts(
-        tau_sizes(config, sizes, expert_dtype or dtype)
-    ):
+    sizes = decoder_sizes(config, kv, kinds)
+    if text.moe is not None and not supports_experts(tau_sizes(config, sizes, kinds.experts)):
         return False
     if region.inner_dim is not None and region.inner_dim % 64:
         return False
@@ -111,19 +114,15 @@ def value_sizes(config: MoondreamConfig) -> ValueSizes:
     )
 
 
-def tau_sizes(
-    config: MoondreamConfig, decoder: DecoderSizes, expert_dtype: torch.dtype
-) -> TauSizes:
+def tau_sizes(config: MoondreamConfig, decoder: DecoderSizes, expert_kind: WeightKind) -> TauSizes:
     assert config.text.tau is not None, "only for a text part with gains"
     exact = config.text.tau.gelu is Gelu.EXACT
-    return TauSizes(decoder, expert_sizes(config, expert_dtype), exact)
+    return TauSizes(decoder, expert_sizes(config, expert_kind), exact)
 
 
-def expert_sizes(config: MoondreamConfig, dtype: torch.dtype) -> ExpertSizes:
+def expert_sizes(config: MoondreamConfig, kind: WeightKind) -> ExpertSizes:
     moe = config.text.moe
     assert moe is not None, "only for a text part with experts"
-    kinds = {kind.code_dtype: kind for kind in EXPERT_KINDS}
-    kind = kinds.get(dtype, WeightKind.BF16)
     return ExpertSizes(moe.num_experts, moe.num_active, moe.inner_dim, kind)
 
 
@@ -184,7 +183,7 @@ def expert_low_rank(config: MoondreamConfig, text: Text, bank: AdapterBank) -> E
         layer: ExpertSlots(up, down)
         for layer, (up, down) in enumerate(zip(ups, downs, strict=True), bank.weights.num_layers)
     }
-    sizes = expert_sizes(config, text.expert_dtype)
+    sizes = expert_sizes(config, text.kinds.experts)
     capacity = experts["fc1"].a_LSRI.shape[-2]
     return ExpertLowRank(config.text.dim, sizes, layers, bank.expert_rank_S, capacity)
 
@@ -206,14 +205,14 @@ class MoondreamStep:
         adapters: AdapterBank | None = None,
         stages: Stages = DEFAULT_STAGES,
     ) -> None:
-        kinds = {"weight_kind": text.weight_kind, "head_kind": text.head_kind}
-        self._sizes = sizes = dataclasses.replace(decoder_sizes(config, kv), **kinds)
+        kinds = text.kinds
+        self._sizes = sizes = decoder_sizes(config, kv, kinds)
         self._text = text
         angles = text.rope.cos_PR, text.rope.sin_PR
         self._cache = StepCache(kv.k_LNHSE, kv.v_LNHSE, kv.scale_L2, *angles)
         quantised = text.quantised_head
         self._decoder = step_decoder(
-            sizes if config.text.tau is None else tau_sizes(config, sizes, text.expert_dtype),
+            sizes if config.text.tau is None else tau_sizes(config, sizes, kinds.experts),
             decoder_layers(text),
             packed_head([affine(text.lm_head)], affine(text.post_ln))
             if quantised is None

@@ -58,10 +58,9 @@ class MoondreamBundle(ModelBundle):
             network = weights.random_weights(self.config, _SEED, device, dtype, options)
         else:
             recipe = weights.quantised_maps(self.config).read(self.weights, weight_dtype)
-            if recipe is not None:  # which is not rounded again; experts load as they are stored
-                has_maps = self.config.text.moe is None
-                codes = recipe.code_format if has_maps else None
-                weight_dtype = recipe.kind if has_maps and device.type != "cpu" else "auto"
+            if recipe is not None:  # which is not rounded again
+                codes = recipe.code_format
+                weight_dtype = "auto" if device.type == "cpu" else recipe.kind
             network = weights.load_weights(
                 self.config, self.weights, device, dtype, options, codes=codes
             )

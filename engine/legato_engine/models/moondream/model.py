@@ -147,9 +147,7 @@ class Network(nn.Module):
             self.vision.use_library(library)
 
     def quantise(self, name: str) -> None:
-        """Pack the decoder's maps on a GPU as fp8, int8 or int4, or round its experts.
-
-        The loaded ones are freed.
+        """Pack the decoder's maps on a GPU as fp8, int8 or int4; the loaded ones are freed.
 
         Raises:
             InvalidField: no kernels read this model's maps so.
@@ -257,7 +255,7 @@ class MoondreamModel(Model):
 
     def step_kernels(self, kv: KVCache, adapters: AdapterBank | None) -> StepKernels | None:
         text, region = self._network.text, self._network.region
-        if not has_kernels(self._config, kv, self.dtype, text.expert_dtype):
+        if not has_kernels(self._config, kv, self.dtype, text.kinds):
             return None
         return MoondreamStep(self._config, text, region, kv, adapters)
 

@@ -1,4 +1,4 @@
-"""Quantisation of Moondream's checkpoints: the decoder's maps with their norms, or the experts."""
+"""Quantisation of Moondream's checkpoints: the decoder's maps with their norms, and experts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from legato_engine.errors import InvalidField
-from legato_engine.kernels.map_codes import EXPERT_KINDS, CodeFormat, MapCodes
+from legato_engine.kernels.map_codes import CodeFormat, MapCodes
 from legato_engine.kernels.step import FoldedCodes
-from legato_engine.layers.mlp import ExpertLinear
+from legato_engine.layers.mlp import MoE
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import Destination, TensorHeader
 from legato_engine.models.moondream.config import MoondreamConfig
@@ -29,27 +29,20 @@ _CPU = torch.device("cpu")
 
 
 def quantisation(config: MoondreamConfig, weights: Path, code_format: CodeFormat) -> Quantisation:
-    """Plan a quantised checkpoint: experts with a scale for each row, else all maps.
+    """Plan a quantised checkpoint.
 
     Raises:
         InvalidField: the checkpoint cannot be quantised so.
     """
     network = empty_network(config, torch.bfloat16)
     stored = checkpoint.headers(weights)
-    has_experts = config.text.moe is not None
     if stored_experts(stored) is not None:
         problem = f"{weights} has quantised experts already: use the checkpoint that it was made"
         raise InvalidField(f"{problem} from", field="weights")
-    if has_experts and code_format.kind not in EXPERT_KINDS:
-        problem = f"experts of {config.name} are quantised as fp8 or int8: use one of these"
-        raise InvalidField(problem, field="weight_dtype")
-    if not has_experts and (reason := network.text.cannot_quantise()):
+    if reason := network.text.cannot_quantise(code_format.kind):
         raise InvalidField(f"the decoder {reason}", field="weight_dtype")
     before = network.state_dict()
-    if has_experts:
-        network.text.use_expert_codes(code_format.kind)
-    else:
-        network.text.expect_codes(code_format)
+    network.text.expect_codes(code_format)
     after = network.state_dict()
     destination = rename(config.text.num_heads)
 
@@ -77,8 +70,7 @@ def _codes(
 ) -> dict[str, torch.Tensor]:
     options = LoadOptions(progress=lambda part: progress(0.5 * part))
     network = load_weights(config, weights, _CPU, torch.bfloat16, options)
-    made = _experts if config.text.moe is not None else _maps
-    return made(network, code_format, lambda part: progress(0.5 + 0.5 * part))
+    return _maps(network, code_format, lambda part: progress(0.5 + 0.5 * part))
 
 
 def _maps(network: Network, code_format: CodeFormat, progress: Progress) -> dict[str, torch.Tensor]:
@@ -95,22 +87,15 @@ def _maps(network: Network, code_format: CodeFormat, progress: Progress) -> dict
         codes = block.codes(code_format)
         add(f"text.blocks.{index - 1}.qkv_fc1", codes.first.map, codes.first)
         add(f"text.blocks.{index - 1}.fc2_proj", codes.second)
+        if isinstance(block.mlp, MoE):
+            for name, layer in zip(("fc1", "fc2"), block.mlp.layers, strict=True):
+                layer.quantise(code_format)
+                assert layer.scale is not None, "codes have scales"
+                whole = f"text.blocks.{index - 1}.mlp.{name}"
+                tensors[f"{whole}.weight"] = layer.weight.detach()
+                tensors[f"{whole}.scale"] = layer.scale
         block.expect_codes(code_format)
         progress(index / len(blocks))
     head = network.text.codes_of_head(code_format)
     add("text.head", head.map, head)
-    return tensors
-
-
-def _experts(
-    network: Network, code_format: CodeFormat, progress: Progress
-) -> dict[str, torch.Tensor]:
-    """Quantise expert layers one by one, and free the weights of each."""
-    tensors: dict[str, torch.Tensor] = {}
-    layers = {n: m for n, m in network.named_modules() if isinstance(m, ExpertLinear)}
-    for index, (name, layer) in enumerate(layers.items(), 1):
-        layer.quantise(code_format.kind)
-        assert layer.scale is not None, "codes have scales"
-        tensors[f"{name}.weight"], tensors[f"{name}.scale"] = layer.weight.detach(), layer.scale
-        progress(index / len(layers))
     return tensors

@@ -7,8 +7,10 @@ pages of one.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +19,6 @@ from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.map_codes import (
-    EXPERT_KINDS,
     GROUP,
     CodeFormat,
     MapCodes,
@@ -69,26 +70,38 @@ from legato_engine.models.paged_attention import (
 _CALIBRATION_TOKENS = 64
 _KV_MARGIN, _E4M3_MOST, _LEAST_KV = 8.0, 448.0, 1e-6
 
+
+class WeightKinds(NamedTuple):
+    """Kinds of packed maps, of the head, and of experts' weights, as a decode step reads them."""
+
+    maps: WeightKind = WeightKind.BF16
+    head: WeightKind = WeightKind.BF16
+    experts: WeightKind = WeightKind.BF16
+
+
 # The residual stream is their sum.
 Terms = tuple[torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class StoredMap(nn.Module):
-    """Codes of a quantised checkpoint, in place of the weights of `maps`, whose inputs they share.
+    """Codes of a quantised checkpoint, in place of the weights of `maps`.
 
-    With a norm, `bias` is float32, in place of theirs.
+    With a norm before them, whose outputs are all the maps' inputs, `bias` is float32, in place of
+    theirs; without one the maps are beside each other.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(
-        self, code_format: CodeFormat, maps: Sequence[Linear], outputs: int, inputs: int
-    ) -> None:
+    def __init__(self, code_format: CodeFormat, maps: Sequence[Linear], *, has_norm: bool) -> None:
         super().__init__()
         self._kind = code_format.kind
-        has_norm = outputs == sum(each.out_features for each in maps)
+        outputs, inputs = maps[0].out_features, maps[0].in_features
+        if has_norm:
+            outputs = sum(each.out_features for each in maps)
+        else:
+            inputs = sum(each.in_features for each in maps)
         empty = code_format.empty((outputs, inputs), maps[0].weight.device)
         assert empty.scales is not None, "only bf16 has no scales"
         self.register_buffer("codes", empty.codes)
@@ -128,8 +141,9 @@ class TextBlock(nn.Module):
     @property
     def norm(self) -> Affine:
         """The norm of the checkpoint: of a quantised layer `ln` has no scale and no shift."""
-        folded = self.mlp.adapter_norm if isinstance(self.mlp, MLP) else None
-        return folded or Affine(self.ln.weight, self.ln.bias)
+        if isinstance(self.mlp, MoE):
+            return affine(self.mlp.ln or self.ln)
+        return self.mlp.adapter_norm or affine(self.ln)
 
     def parameters_for_kernels(self) -> DecoderLayer:
         """Return what decode steps read."""
@@ -149,17 +163,22 @@ class TextBlock(nn.Module):
         )
 
     def quantise(self, kind: WeightKind, num_heads: int) -> None:
-        """Replace the weights of a layer with an MLP by one packed copy, with the norm in it."""
-        assert isinstance(self.mlp, MLP), "experts are quantised by their checkpoint"
+        """Replace the weights by one packed copy, with the norm in it; round and pack experts."""
         norm, codes = self.norm, self.codes(format_of(kind))
-        fc2_bias, proj_bias = self.mlp.fc2.bias, self.attn.proj.bias
-        self.quantised = own = quantised_layer(codes, fc2_bias, proj_bias, num_heads)
-        self.qkv_fc1 = self.fc2_proj = None
+        own = quantised_layer(codes, self.parameters_for_kernels(), num_heads)
+        self.quantised, self.qkv_fc1, self.fc2_proj = own, None, None
         self.attn.qkv.take(own.qkv, own.qkv_bias)
-        self.attn.proj.take(own.proj, proj_bias)
-        self.mlp.fc1.take(own.fc1, own.fc1_bias)
-        self.mlp.fc2.take(own.fc2, fc2_bias)
-        self.mlp.adapter_norm = Affine(norm.weight.data, norm.bias.data)
+        self.attn.proj.take(own.proj, self.attn.proj.bias)
+        if isinstance(self.mlp, MoE):
+            self.mlp.ln = copy.deepcopy(self.ln)
+            for layer in self.mlp.layers:
+                if layer.kind is WeightKind.BF16:
+                    layer.quantise(format_of(kind))
+                layer.pack()
+        else:
+            self.mlp.fc1.take(own.fc1, own.fc1_bias)
+            self.mlp.fc2.take(own.fc2, self.mlp.fc2.bias)
+            self.mlp.adapter_norm = Affine(norm.weight.data, norm.bias.data)
         _make_plain(self.ln)
 
     def codes(self, code_format: CodeFormat) -> LayerCodes:
@@ -170,25 +189,36 @@ class TextBlock(nn.Module):
 
     def expect_codes(self, code_format: CodeFormat) -> None:
         """Have a quantised checkpoint's tensors in place of weights, before loading."""
-        assert isinstance(self.mlp, MLP), "experts are quantised by their checkpoint"
-        into, out = (self.attn.qkv, self.mlp.fc1), (self.mlp.fc2, self.attn.proj)
-        dim, inner = self.attn.qkv.in_features, self.mlp.fc2.in_features
-        self.qkv_fc1 = StoredMap(code_format, into, sum(each.out_features for each in into), dim)
-        self.fc2_proj = StoredMap(code_format, out, dim, inner + dim)
+        into, out = self._joined
+        self.qkv_fc1 = StoredMap(code_format, into, has_norm=True)
+        self.fc2_proj = StoredMap(code_format, out, has_norm=False)
+        if isinstance(self.mlp, MoE):
+            for layer in self.mlp.layers:
+                layer.use_codes(code_format)
 
     def dequantise(self) -> None:
         """Turn a quantised checkpoint's codes into weights, with the norm taken out again."""
-        assert isinstance(self.mlp, MLP), "experts are quantised by their checkpoint"
         assert self.qkv_fc1 is not None, "no codes were loaded"
         assert self.fc2_proj is not None, "no codes were loaded"
-        _unfold(self.qkv_fc1.folded(), self.ln, (self.attn.qkv, self.mlp.fc1))
+        into, out = self._joined
+        _unfold(self.qkv_fc1.folded(), self.ln, into)
         weights = self.fc2_proj.map().dequantised().to(self.ln.weight.dtype)
-        out = (self.mlp.fc2, self.attn.proj)
         for each, own in zip(
             out, torch.split(weights, [m.in_features for m in out], 1), strict=True
         ):
             each.weight = nn.Parameter(own.contiguous(), requires_grad=False)
         self.qkv_fc1 = self.fc2_proj = None
+        if isinstance(self.mlp, MoE):
+            for layer in self.mlp.layers:
+                layer.dequantise(self.ln.weight.dtype)
+
+    @property
+    def _joined(self) -> tuple[list[Linear], list[Linear]]:
+        """The maps that are quantised above each other, and those beside each other."""
+        into, out = [self.attn.qkv], [self.attn.proj]
+        if isinstance(self.mlp, MLP):
+            into, out = [*into, self.mlp.fc1], [self.mlp.fc2, *out]
+        return into, out
 
     def forward(
         self,
@@ -201,6 +231,8 @@ class TextBlock(nn.Module):
     ) -> Terms:
         x, normed = self._norm(terms)
         heads = self._write(normed, where, positions_T, cache)
+        if isinstance(self.mlp, MoE) and self.mlp.ln is not None:
+            normed = self.mlp.ln(x)
         mlp = self._feed_forward(normed, adapters, capturable=isinstance(where, AttentionMetadata))
         return x, self.attn.join(attend(*heads, cache)), mlp
 
@@ -262,7 +294,7 @@ class Text(nn.Module):
         self.rope = Rope(config.rope_theta, config.rotary_dim, config.max_context)
         self._counters: TileCounters | None = None
         self._num_heads = config.num_heads
-        self.weight_kind = self.head_kind = WeightKind.BF16
+        self._map_kind = WeightKind.BF16
         self.quantised_head: QuantisedHead | None = None
         self.head: StoredMap | None = None
         self._on_cpu: cpu.CpuDecoder | None = None
@@ -277,14 +309,9 @@ class Text(nn.Module):
     def quantise(self, kind: WeightKind) -> None:
         """Replace all loaded maps by one packed copy each; layer by layer, to take less memory.
 
-        Of a model with experts only these are rounded, where they are.
         The head has 8 bits also with int4, which costs it more accuracy than all layers together.
         """
-        if self._experts():
-            for experts in self._experts():
-                experts.quantise(kind)
-            return
-        self.weight_kind, self.head_kind = kind, kind.of_head
+        self._map_kind = kind
         for block in self.text_blocks():
             block.quantise(kind, self._num_heads)
         self.quantised_head = own = quantised_head(self.codes_of_head(format_of(kind)))
@@ -302,8 +329,7 @@ class Text(nn.Module):
         """Have a quantised checkpoint's tensors in place of maps, before loading."""
         for block in self.text_blocks():
             block.expect_codes(code_format)
-        outputs, inputs = self.lm_head.out_features, self.lm_head.in_features
-        self.head = StoredMap(code_format.of_head, [self.lm_head], outputs, inputs)
+        self.head = StoredMap(code_format.of_head, [self.lm_head], has_norm=True)
 
     def dequantise(self) -> None:
         """Turn a quantised checkpoint's codes into weights, for a CPU."""
@@ -319,17 +345,15 @@ class Text(nn.Module):
             yield block
 
     def cannot_quantise(self, kind: WeightKind = WeightKind.BF16) -> str | None:
-        """Return why no kernels would read packed maps, or experts of this kind, or None."""
+        """Return why no kernels would read maps packed so, or None."""
         device = self.wte.device
-        if self._experts():
-            if self.expert_dtype is not self.wte.dtype:
-                return "is for a checkpoint whose experts are not quantised yet"
-            known = kind in EXPERT_KINDS
-            return None if known else "is not for experts, which are rounded as fp8 or int8"
         if device.type == "cuda" and not has_step_kernels(device):
             return "needs a GPU of compute capability 8.0 or later"
-        if any(attention.tau is not None for attention in self._attentions()):
-            return "is for layers without gains"
+        if self._experts():
+            if kind is WeightKind.BF16:
+                return "is not for experts, which have no second copy"
+            if self.kinds.experts not in (WeightKind.BF16, kind):
+                return "is for a checkpoint whose experts have that kind or are not quantised"
         dim, dtype = self.wte.shape[1], self.wte.dtype
         if dtype is not torch.bfloat16:
             return f"computes in bf16, not in {dtype}".replace("torch.", "")
@@ -371,9 +395,10 @@ class Text(nn.Module):
             if isinstance(module, Tau):
                 module.fill()
 
-    def use_expert_codes(self, kind: WeightKind) -> None:
+    def use_expert_codes(self, code_format: CodeFormat) -> None:
         for experts in self._experts():
-            experts.use_codes(kind)
+            for layer in experts.layers:
+                layer.use_codes(code_format)
 
     def use_fp8_kv(self) -> None:
         """Add scales for keys and values, before loading."""
@@ -408,9 +433,10 @@ class Text(nn.Module):
         return torch.stack(known) if known else None
 
     @property
-    def expert_dtype(self) -> torch.dtype:
-        """Return the dtype of experts' weights, without experts the model's."""
-        return next((each.fc1.weight.dtype for each in self._experts()), self.wte.dtype)
+    def kinds(self) -> WeightKinds:
+        """What a decode step's kernels are to read."""
+        experts = next((each.kind for each in self._experts()), WeightKind.BF16)
+        return WeightKinds(self._map_kind, self._map_kind.of_head, experts)
 
     def _experts(self) -> list[MoE]:
         return [module for module in self.modules() if isinstance(module, MoE)]

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from legato_engine.errors import InvalidField
-from legato_engine.kernels.map_codes import EXPERT_KINDS, CodeFormat, WeightKind
+from legato_engine.kernels.map_codes import ROW_KINDS, CodeFormat, WeightKind, format_of
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import (
     Destination,
@@ -88,9 +88,9 @@ def rename(num_heads: int, *, kv_scales: bool = False) -> Rename:
 
 
 def stored_experts(headers: Iterable[TensorHeader]) -> WeightKind | None:
-    """Return the kind of quantised experts, which alone have three dimensions, or None."""
+    """Return the kind of experts in 8 bits, which alone have three dimensions, or None."""
     dtypes = {header.dtype for header in headers if len(header.shape) == 3}
-    return next((kind for kind in EXPERT_KINDS if kind.code_dtype in dtypes), None)
+    return next((kind for kind in ROW_KINDS if kind.code_dtype in dtypes), None)
 
 
 def missing_kv_scales(headers: Iterable[TensorHeader], num_layers: int) -> list[str]:
@@ -133,7 +133,7 @@ def load_weights(
     require_layers(config.text.num_layers + config.vision.num_layers, path)
     network = empty_network(config, dtype)
     if (kind := stored_experts(stored)) is not None:
-        network.text.use_expert_codes(kind)
+        network.text.use_expert_codes(format_of(kind))
     kv_scales = _uses_kv_scales(stored, config.text.num_layers, options.kv_dtype)
     if kv_scales:
         network.text.use_fp8_kv()
@@ -205,11 +205,9 @@ def empty_network(config: MoondreamConfig, dtype: torch.dtype) -> Network:
 _MAPS = QuantisedMaps(
     ("text.blocks.*.qkv_fc1", "text.blocks.*.fc2_proj"), "text.head", folds_norms=True
 )
-_EXPERTS = QuantisedMaps(
-    ("text.blocks.*.mlp.fc1", "text.blocks.*.mlp.fc2"), None, folds_norms=False
-)
+_EXPERTS = "text.blocks.*.mlp.fc1", "text.blocks.*.mlp.fc2"
 
 
 def quantised_maps(config: MoondreamConfig) -> QuantisedMaps:
-    """Return the maps of quantised checkpoints; of a model with experts only these."""
-    return _MAPS if config.text.moe is None else _EXPERTS
+    """Return the maps of quantised checkpoints; in layers with experts they have no MLP in them."""
+    return _MAPS if config.text.moe is None else _MAPS._replace(maps=(*_MAPS.maps, *_EXPERTS))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.map_codes import KINDS, WeightKind, format_of
+from legato_engine.layers.mlp import MoE
 from legato_engine.models import quantise
 from legato_engine.models.checkpoint import TensorHeader, plan
 from legato_engine.models.moondream import weights
@@ -25,6 +26,7 @@ from legato_engine.models.moondream.presets import (
     tiny_random3_config,
 )
 from legato_engine.models.moondream.weights import load_weights, random_weights
+from legato_engine.models.paged_attention import KVCache, PrefillSpan
 from legato_engine.models.registry import LoadOptions, resolve
 from safetensors.torch import save_file
 
@@ -369,58 +371,127 @@ def test_bfloat16_leaves_experts_and_scales(tiny3_config, state, tmp_path):
         assert tensor.dtype is (torch.float32 if name.endswith("scale") else expected), name
 
 
-@pytest.mark.parametrize("layout", ["a", "b"])
-def test_experts_are_quantised_as_in_published_checkpoints(tiny3_config, state, tmp_path, layout):
-    """`legato quantize` rounds only these, to e4m3 with a scale for each row."""
-    narrow = {name: tensor.bfloat16() for name, tensor in state.items()}
-    source = write_single(stored_as(layout, narrow, tiny3_config), tmp_path)
-    output = tmp_path / "fp8.safetensors"
-    bundle = resolve("random-tiny3")
-    assert isinstance(bundle, MoondreamBundle)
-    bundle, e4m3 = dataclasses.replace(bundle, weights=source), format_of(KINDS["fp8"])
-    quantise.write(bundle, e4m3, output, lambda done: None)
-    loaded, expected = load(tiny3_config, output, torch.bfloat16), quantised(narrow)
-    assert loaded.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(loaded[name].float(), tensor.float()), name
-    ours = dataclasses.replace(bundle, weights=output)
-    for weight_dtype in ("auto", "fp8"):
-        ours.load(CPU, torch.float32, LoadOptions(weight_dtype=weight_dtype))
-    with pytest.raises(InvalidField, match="use weight_dtype auto or fp8"):
-        ours.load(CPU, torch.float32, LoadOptions(weight_dtype="int8"))
-    with pytest.raises(InvalidField, match="as fp8 or int8: use one of these"):
-        bundle.quantisation(format_of(KINDS["int4"]))
-    with pytest.raises(InvalidField, match="is quantised already"):
-        ours.quantisation(e4m3)
+@pytest.fixture(scope="module")
+def wide3_config(tiny3_config):
+    """Moondream 3's kind, of heads that kernels take; with all experts active no route changes."""
+    moe = MoEConfig(first_layer=1, num_experts=16, num_active=16, inner_dim=128)
+    sizes = {"dim": 128, "num_heads": 2, "ff_dim": 256, "vocab_size": 320, "moe": moe}
+    text = msgspec.structs.replace(tiny3_config.text, **sizes)
+    return msgspec.structs.replace(tiny3_config, text=text)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_a_gpu_rounds_experts_as_the_quantised_file(tiny3_config, state, tmp_path, kind):
-    """Nothing else is rounded; int4 and experts that are rounded already are refused."""
-    narrow = {name: tensor.bfloat16() for name, tensor in state.items()}
-    source = write_single(stored_as("a", narrow, tiny3_config), tmp_path)
-    output = tmp_path / "codes.safetensors"
+@pytest.fixture(scope="module")
+def wide3_state(wide3_config):
+    """A checkpoint's tensors in bf16, by plain name."""
+    return random_weights(wide3_config, 5, CPU, torch.bfloat16).state_dict()
+
+
+def wide3(config, path):
+    """The bundle of a file."""
     bundle = resolve("random-tiny3")
     assert isinstance(bundle, MoondreamBundle)
-    bundle = dataclasses.replace(bundle, weights=source)
-    quantise.write(bundle, format_of(KINDS[kind]), output, lambda done: None)
-    network = load_weights(tiny3_config, source, CPU, torch.bfloat16)
-    for refused in ("int4", "packed"):
-        with pytest.raises(InvalidField, match="rounded as fp8 or int8; use weight_dtype model"):
-            network.quantise(refused)
+    return dataclasses.replace(bundle, config=config, weights=path)
+
+
+def packed_tensors(network):
+    """What decode steps read, by place."""
+    text, found = network.text, dict(network.state_dict())
+    owners = {"head": text.quantised_head.weights}
+    for index, block in enumerate(text.text_blocks()):
+        owners[f"{index}"] = block.quantised.weights
+        if isinstance(block.mlp, MoE):
+            found |= {f"{index}.norm": block.norm.weight, f"{index}.shift": block.norm.bias}
+            for name, layer in zip(("up", "down"), block.mlp.layers, strict=True):
+                if (packed := layer.weights().packed) is not None:
+                    found[f"{index}.{name}"] = packed.data
+    for place, owner in owners.items():
+        for field in dataclasses.fields(owner):
+            found[f"{place}.{field.name}"] = getattr(owner, field.name)
+    return found
+
+
+def logits_of(network):
+    """Of a few tokens on the CPU, in the network's own dtype."""
+    text = network.text
+    width, on = text.wte.shape[1], {"dtype": text.wte.dtype}
+    keys, values = (torch.zeros(3, 2, 2, 16, width // 2, **on) for _ in range(2))
+    x_TD = torch.randn(9, width, generator=torch.Generator().manual_seed(0)).to(**on)
+    text.fill(CPU)
+    with torch.inference_mode():
+        span = PrefillSpan(0, torch.ones(1, dtype=torch.int64), bidirectional=False)
+        return text.logits(text.prefill(x_TD, span, KVCache(keys, values))).double()
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "group", "most_error"),
+    [
+        ("a", "fp8", 64, 0.08),
+        ("b", "int8", 64, 0.03),
+        ("a", "int4", 64, 0.25),
+        ("b", "int4", 128, 0.25),
+    ],
+)
+def test_moondream3_is_quantised_as_a_gpu_would_at_load(
+    wide3_config, wide3_state, tmp_path, kind, group, most_error, layout
+):
+    """All maps and experts, to the same bits; a CPU and a GPU compute with the same numbers."""
+    source = write_single(stored_as(layout, wide3_state, wide3_config), tmp_path)
+    output, code_format = tmp_path / "codes.safetensors", format_of(KINDS[kind], group)
+    quantise.write(wide3(wide3_config, source), code_format, output, lambda done: None)
+    network = load_weights(wide3_config, output, CPU, torch.bfloat16, codes=code_format)
     network.quantise(kind)
-    rounded, expected = network.state_dict(), load(tiny3_config, output, torch.bfloat16)
-    assert rounded.keys() == expected.keys()
-    assert {each.dtype for each in rounded.values()} > {KINDS[kind].code_dtype}
-    for name, tensor in expected.items():
-        assert torch.equal(rounded[name].float(), tensor.float()), name
-    with pytest.raises(InvalidField, match="not quantised yet"):
-        network.quantise(kind)
-    codes = {name: tensor.float() for name, tensor in rounded.items()}
-    for name in [name for name in codes if name.endswith("mlp.fc1.scale")]:
-        assert (codes[name.replace("scale", "weight")].abs().amax(-1) > 100).all()
-    loaded = dataclasses.replace(bundle, weights=output).load(CPU, torch.float32)
-    assert loaded.num_parameters > 0
+    exact = load_weights(wide3_config, source, CPU, torch.float32)
+    if group == 64:
+        expected = load_weights(wide3_config, source, CPU, torch.bfloat16)
+        expected.quantise(kind)
+        ours, theirs = packed_tensors(network), packed_tensors(expected)
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert tensor is ours[name] or torch.equal(tensor.float(), ours[name].float()), name
+    stored, before = load(wide3_config, source, torch.bfloat16), network.state_dict()
+    for name in ("text.wte", "text.blocks.1.mlp.router.weight", "text.blocks.2.attn.tau.wqwv"):
+        assert torch.equal(before[name], stored[name])
+    loaded = wide3(wide3_config, output).load(CPU, torch.float32)
+    on_cpu, packed, plain = map(logits_of, (loaded._network, network.float(), exact))
+    assert (on_cpu - packed).norm() < 1e-5 * plain.norm()
+    assert 0 < (packed - plain).norm() < most_error * plain.norm()
+
+
+def test_experts_in_fp8_are_those_of_published_checkpoints(wide3_config, wide3_state, tmp_path):
+    """To the bit, so `--weight-dtype fp8` takes a checkpoint with them, and no other does."""
+    stored = layout_b(quantised(wide3_state), wide3_config)
+    (folder := tmp_path / "published").mkdir()
+    published = load_weights(wide3_config, write_single(stored, folder), CPU, torch.bfloat16)
+    with pytest.raises(InvalidField, match="whose experts have that kind or are not quantised"):
+        published.quantise("int8")
+    source = write_single(stored_as("a", wide3_state, wide3_config), tmp_path)
+    network = load_weights(wide3_config, source, CPU, torch.bfloat16)
+    for each in (published, network):
+        each.quantise("fp8")
+    ours, theirs = packed_tensors(network), packed_tensors(published)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert tensor is ours[name] or torch.equal(tensor.float(), ours[name].float()), name
+
+
+def test_what_no_kernel_of_experts_reads_is_refused(wide3_config, wide3_state, tmp_path):
+    """With a way out in the sentence; a recipe's codes are rounded once."""
+    source = write_single(stored_as("a", wide3_state, wide3_config), tmp_path)
+    bundle, output = wide3(wide3_config, source), tmp_path / "codes.safetensors"
+    network = load_weights(wide3_config, source, CPU, torch.bfloat16)
+    with pytest.raises(InvalidField, match="no second copy; use weight_dtype model"):
+        network.quantise("packed")
+    with pytest.raises(InvalidField, match="computes in bf16, not in float32"):
+        load_weights(wide3_config, source, CPU, torch.float32).quantise("int4")
+    quantise.write(bundle, format_of(KINDS["int4"]), output, lambda done: None)
+    ours = wide3(wide3_config, output)
+    with pytest.raises(InvalidField, match="use weight_dtype auto or int4"):
+        ours.load(CPU, torch.float32, LoadOptions(weight_dtype="int8"))
+    with pytest.raises(InvalidField, match="is quantised already"):
+        ours.quantisation(format_of(KINDS["fp8"]))
+    e4m3 = write_single(layout_b(quantised(wide3_state), wide3_config), tmp_path)
+    with pytest.raises(InvalidField, match="has quantised experts already"):
+        wide3(wide3_config, e4m3).quantisation(format_of(KINDS["fp8"]))
 
 
 def test_e4m3_experts_answer_as_their_numbers(tiny3_config, state, tmp_path):
@@ -549,7 +620,7 @@ def meta_state(config, *, e4m3=False):
     with torch.device("meta"):
         network = Network(config).to(torch.bfloat16)
         if e4m3:
-            network.text.use_expert_codes(WeightKind.E4M3)
+            network.text.use_expert_codes(format_of(WeightKind.E4M3))
     return network, network.state_dict()
 
 

@@ -75,7 +75,8 @@ __device__ __forceinline__ void multiply_blocks(
   constexpr int CHUNK = Inputs::CHUNK, CHUNKS = Inputs::CHUNKS, STRIDE = Inputs::STRIDE;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const bool active = has_inputs<CHUNK>(warp);
-  constexpr int KEPT = ROUNDS == 1 ? 1 : Inputs::ROUND;  // chunks whose inputs stay in registers: more of them make no kernel faster
+  // Chunks whose inputs stay in registers: more of them make no kernel faster. Sums and scales of int4 leave room for none.
+  constexpr int KEPT = ROUNDS > 1 ? Inputs::ROUND : WEIGHTS == INT4 && NT > 2 ? 0 : 1;
   const bf16* from = inputs.data + (active ? g * STRIDE + warp * GROUP + t * 8 : 0);
   using Stages = Span<CHUNK, CHUNKS>;
   constexpr bool LATE = Stages::SIZE > 1 && NT > 2;  // registers hold the inputs of one chunk

@@ -1,25 +1,35 @@
 // A layer's experts, and its output: x += the heads' map + each token's experts by their shares.
 //
-// MIXED is the stride of the heads' output, EXPERT_WEIGHTS the kind of a weight: BF16, or E4M3 or INT8 with a float32
-// scale per row.
+// MIXED is the stride of the heads' output. EXPERT_WEIGHTS is the kind of the experts' weights: BF16, or E4M3 or INT8 with
+// a float32 scale for each row, all in the checkpoint's layout, or INT4, packed. WEIGHTS is that of the heads' map, in
+// bf16 in the checkpoint's layout, else packed.
 //
-// Only experts with tokens are read, in the checkpoint's layout. A thread block has 16 rows of every expert, so the
-// choice of experts does not unbalance the work. A token's sum runs in the order of its own ranking, so it has the
-// same bits in every batch.
+// Only experts with tokens are read. A thread block has 16 rows of every expert, so the choice of experts does not
+// unbalance the work. A token's sum runs in the order of its own ranking, so it has the same bits in every batch.
 #include "low_rank.cuh"
 #include "expert_routes.cuh"
 #include "row_major_gemm.cuh"
 
-constexpr int EXPERT_BYTES = EXPERT_WEIGHTS == BF16 ? 2 : 1;
-using Up = Rows<DIM, EXPERT_BYTES>;
-using Down = Rows<INNER, EXPERT_BYTES>;
-using Proj = Rows<DIM, 2>;
+#if EXPERT_WEIGHTS == 3
+static_assert(WEIGHTS == INT4, "one kind of packed weights");
+using Up = PackedRows<DIM, 2048>;
+using Down = PackedRows<INNER, 1024>;
+#else
+using Up = Rows<DIM, EXPERT_WEIGHTS>;
+using Down = Rows<INNER, EXPERT_WEIGHTS>;
+#endif
+#if WEIGHTS == 0
+using Proj = Rows<DIM, BF16>;
+#else
+using Proj = PackedRows<DIM, 1024>;
+#endif
 constexpr float UNIT = EXPERT_WEIGHTS == E4M3 ? LIFT : 1.f;  // of what meets experts' weights
-static_assert(DIM % 64 == 0 && INNER % 64 == 0 && EXPERT_WEIGHTS <= INT8, "unsupported sizes");
+static_assert(DIM % 64 == 0 && INNER % 64 == 0 && EXPERT_WEIGHTS <= INT4, "unsupported sizes");
 
 // The experts' scales of a thread block's 16 rows. Read before anything else, they cost no sum a wait for memory.
 struct RowsOfScales {
-  static constexpr int COUNT = EXPERT_BYTES == 1 ? EXPERTS * 16 : 0, OWN = ceil_div(COUNT, WORKERS);
+  static constexpr bool SCALED = EXPERT_WEIGHTS == E4M3 || EXPERT_WEIGHTS == INT8;
+  static constexpr int COUNT = SCALED ? EXPERTS * 16 : 0, OWN = ceil_div(COUNT, WORKERS);
   float* shared;
   float held[OWN + 1];
 
@@ -130,8 +140,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
     const u64 policy = stream_policy();
     for_touched(routes, [&](int e, int) {
       for (int i = 0; i < Up::CHUNKS; i++)
-        produce_rows<Up>(
-            ring, policy, [&](int row) { return weights + (index_of(e, row) * DIM + i * Up::CHUNK) * EXPERT_BYTES; });
+        Up::produce(ring, policy, weights, e * (INNER / 8) + blockIdx.x, i, [&](int row) { return index_of(e, row); });
     });
     copies_landed();
     return;
@@ -167,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_up(
       if (adapted && blocks.index > 0) fetch();
       float4 sum[NT] = {};
       for (int i = 0; i < Up::CHUNKS; i++) {
-        const HeldRows<Up, EXPERT_WEIGHTS> held(ring.get());
+        const HeldRows<Up> held(ring.get());
         ring.release(held.read());
         multiply_rows(sum, held, from);
 #pragma unroll
@@ -203,11 +212,11 @@ __device__ __forceinline__ void produce_steps(Ring& ring, int count, u64 policy,
 }
 
 // The workers.
-template <class R, int KIND, int NT>
+template <class R, int NT>
 __device__ __forceinline__ void multiply_stages(Ring& ring, Ring& inputs, float4 (&sum)[NT], int count) {
   const int g = threadIdx.x % 32 / 4;
   for (int i = 0; i < R::CHUNKS; i++) {
-    const HeldRows<R, KIND> held(ring.get());
+    const HeldRows<R> held(ring.get());
     ring.release(held.read());
 #pragma unroll
     for (int tile = 0; tile < NT; tile++) {
@@ -225,12 +234,12 @@ struct Terms {
   float pairs[TOKENS * ACTIVE][16], heads[TOKENS][16];
 };
 
-// x += heads * `proj` [DIM, DIM] + `bias` + each token's experts; `down` [EXPERTS, DIM, INNER]. The preceding kernels
-// let this one begin only after `experts_up` had ended, so it waits only for `heads` and for `change` [B, DIM]
+// x += heads * `proj` [DIM, DIM] + `bias` + each token's experts; `down` [EXPERTS, DIM, INNER]; rows of `proj` in 8 bits
+// have `proj_scales`. The preceding kernels let this one begin only after `experts_up` had ended, so it waits only for `heads` and for `change` [B, DIM]
 // float32, added unless null for tokens with a slot.
 extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     const bf16* inner, const int* experts, const float* shares, const bf16* heads, const unsigned char* down,
-    const float* scales, const unsigned char* proj, const bf16* bias, bf16* x, const float* change,
+    const float* scales, const unsigned char* proj, const float* proj_scales, const bf16* bias, bf16* x, const float* change,
     const i64* slots, const i64* rows, int batch, int stages) {
   constexpr int MOST = Proj::STAGE > Down::STAGE ? Proj::STAGE : Down::STAGE;
   constexpr int MOST_INPUTS = Proj::CHUNK + Proj::PADDING > Down::CHUNK + Down::PADDING ? Proj::CHUNK + Proj::PADDING
@@ -260,13 +269,10 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     const u64 policy = stream_policy();
     for_touched(routes, [&](int e, int) {
       for (int i = 0; i < Down::CHUNKS; i++)
-        produce_rows<Down>(ring, policy, [&](int row) {
-          return down + (((i64)e * DIM + first + row) * INNER + i * Down::CHUNK) * EXPERT_BYTES;
-        });
+        Down::produce(ring, policy, down, e * (DIM / 16) + blockIdx.x, i, [&](int row) { return (i64)e * DIM + first + row; });
     });
     for (int i = 0; i < Proj::CHUNKS; i++)
-      produce_rows<Proj>(
-          ring, policy, [&](int row) { return proj + ((i64)(first + row) * DIM + i * Proj::CHUNK) * 2; });
+      Proj::produce(ring, policy, proj, blockIdx.x, i, [&](int row) { return first + row; });
     copies_landed();
     return;
   }
@@ -283,10 +289,11 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     copies_landed();
     return;
   }
+  const RowScales proj_row(proj_scales, first + g, first + g + 8);
   for_touched(routes, [&](int e, int count) {
     by_tiles(count, [&](auto tiles) {
       float4 sum[tiles.value] = {};
-      multiply_stages<Down, EXPERT_WEIGHTS>(ring, inputs, sum, count);
+      multiply_stages<Down>(ring, inputs, sum, count);
       blocks.add(sum, [&](int tile, float4 all) {
         const int row = Down::row(g);
         const float low_scale = row_scales.of(e, row), high_scale = row_scales.of(e, row + 8);
@@ -303,8 +310,9 @@ extern "C" __global__ void __launch_bounds__(WORKERS + 64, 1) experts_out(
     });
   });
   float4 sum[TILES] = {};
-  multiply_stages<Proj, BF16>(ring, inputs, sum, batch);
+  multiply_stages<Proj>(ring, inputs, sum, batch);
   blocks.add(sum, [&](int tile, float4 all) {
+    all = proj_row.of(all);
     const float low[2] = {all.x, all.y}, high[2] = {all.z, all.w};
 #pragma unroll
     for (int j = 0; j < 2; j++) {

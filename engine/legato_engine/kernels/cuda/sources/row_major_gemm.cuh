@@ -1,5 +1,5 @@
-// Row-major weights for skinny_gemm.cuh. A stage is CHUNK inputs of 16 rows. The copy engine takes about 35 ns for
-// any short copy, so a stage is few: one for each row, or for several whole ones.
+// Stages of 16 rows by CHUNK inputs for skinny_gemm.cuh, of row-major or packed weights. The copy engine takes about
+// 35 ns for any short copy, so a stage is few: of row-major weights one for each row, or for several whole ones.
 #pragma once
 #include "skinny_gemm.cuh"
 
@@ -10,8 +10,17 @@ __host__ __device__ constexpr int row_chunk(int width, int size) {
   return GROUP;
 }
 
-template <int WIDTH, int SIZE>
+// At most `most` of as many runs, which it divides.
+__host__ __device__ constexpr int runs_of(int runs, int most) {
+  for (int each = most; each > 1; each--)
+    if (runs % each == 0) return each;
+  return 1;
+}
+
+// Row-major weights: bf16, or with a scale for each row E4M3 or INT8.
+template <int WIDTH, int KIND>
 struct Rows {
+  static constexpr int SIZE = KIND == BF16 ? 2 : 1;
   static constexpr int CHUNK = row_chunk(WIDTH, SIZE), CHUNKS = WIDTH / CHUNK, BYTES = CHUNK * SIZE;
   static constexpr int TOGETHER = CHUNKS > 1 ? 1 : BYTES > 1024 ? 2 : 4;  // rows that are copied as one
   static constexpr int PIECE = TOGETHER * BYTES + 64;                     // from one copy to the next
@@ -27,6 +36,30 @@ struct Rows {
     return TOGETHER == 2 ? (g & 4) | (g & 1) << 1 | (g >> 1 & 1) : (g & 1) << 2 | g >> 1;
   }
   static __device__ __forceinline__ int offset(int row) { return row / TOGETHER * PIECE + row % TOGETHER * BYTES; }
+
+  // One warp: stage i of 16 rows of `weights`, which are rows at(0) to at(15).
+  template <class At>
+  static __device__ __forceinline__ void produce(Ring& ring, u64 policy, const unsigned char* weights, i64, int i, At at) {
+    ring.fill(16 / TOGETHER, TOGETHER * BYTES, PIECE, policy, [&](int copy) {
+      return weights + ((i64)at(copy * TOGETHER) * WIDTH + i * CHUNK) * SIZE;
+    });
+  }
+};
+
+// The same of packed weights, of WEIGHTS: at most MOST inputs, in runs.
+template <int WIDTH, int MOST>
+struct PackedRows {
+  static constexpr int RUN = chunk_of(WIDTH), RUNS = runs_of(WIDTH / RUN, MOST / RUN);
+  static constexpr int CHUNK = RUN * RUNS, CHUNKS = WIDTH / CHUNK, STAGE = RUNS * STAGE_BYTES<RUN>;
+  static constexpr int HALF = 32, PADDING = PAD;
+
+  static __device__ __forceinline__ int row(int g) { return g; }
+
+  // Of block `block` of 16 packed rows.
+  template <class At>
+  static __device__ __forceinline__ void produce(Ring& ring, u64 policy, const unsigned char* weights, i64 block, int i, At) {
+    ring.fill(1, STAGE, STAGE, policy, [&](int) { return weights + (block * CHUNKS + i) * STAGE; });
+  }
 };
 
 // e4m3's sign, exponent and mantissa are moved as they are, subnormals included, so bf16 has other units. Tokens are
@@ -46,12 +79,6 @@ __device__ __forceinline__ uint4 widened(u32 first, u32 second) {
           of_e4m3(__byte_perm(second, 0, 0x1404)), of_e4m3(__byte_perm(second, 0, 0x3424))};
 }
 
-// One warp; at(row) points at the stage's first input.
-template <class R, class At>
-__device__ __forceinline__ void produce_rows(Ring& ring, u64 policy, At at) {
-  ring.fill(16 / R::TOGETHER, R::TOGETHER * R::BYTES, R::PIECE, policy, [&](int i) { return at(i * R::TOGETHER); });
-}
-
 // One warp: `inputs` of each token, `stride` apart, from at(i).
 template <class At>
 __device__ __forceinline__ void produce_tokens(Ring& ring, int count, int inputs, int stride, u64 policy, At at) {
@@ -59,9 +86,12 @@ __device__ __forceinline__ void produce_tokens(Ring& ring, int count, int inputs
 }
 
 // A warp's weights of a stage in registers, so that the stage is let go before the products.
-template <class R, int KIND>
-struct HeldRows {
-  static constexpr int GROUPS = ceil_div(R::CHUNK / GROUP, WARPS), SIZE = KIND == BF16 ? 2 : 1, PIECES = SIZE;
+template <class R>
+struct HeldRows;
+template <int WIDTH, int KIND>
+struct HeldRows<Rows<WIDTH, KIND>> {
+  using R = Rows<WIDTH, KIND>;
+  static constexpr int GROUPS = ceil_div(R::CHUNK / GROUP, WARPS), SIZE = R::SIZE, PIECES = SIZE;
   uint4 low[GROUPS][PIECES] = {}, high[GROUPS][PIECES] = {};
 
   // Inputs of the lane from which on its weights of a group are; negative without any.
@@ -98,10 +128,33 @@ struct HeldRows {
     }
   }
 };
+template <int WIDTH, int MOST>
+struct HeldRows<PackedRows<WIDTH, MOST>> {
+  using R = PackedRows<WIDTH, MOST>;
+  static constexpr int GROUPS = R::RUNS;
+  PackedWeights of[GROUPS] = {};
+
+  static __device__ __forceinline__ int at(int group) {
+    const int warp = threadIdx.x / 32;
+    return has_inputs<R::RUN>(warp) ? group * R::RUN + warp * GROUP + threadIdx.x % 4 * 8 : -1;
+  }
+  __device__ __forceinline__ explicit HeldRows(const bf16* stage) {
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++)
+      if (at(group) >= 0) of[group].template load<R::RUN>(stage + group * (STAGE_BYTES<R::RUN> / 2));
+  }
+  __device__ __forceinline__ u32 read() const {
+    u32 all = 0;
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) all |= of[group].read();
+    return all;
+  }
+  __device__ __forceinline__ const PackedWeights& group(int i) const { return of[i]; }
+};
 
 // The workers; one token of each tile at `from`. Returns a word that depends on all reads of tokens.
-template <class R, int KIND, int NT>
-__device__ __forceinline__ u32 multiply_rows(float4 (&sum)[NT], const HeldRows<R, KIND>& rows, const bf16* const (&from)[NT]) {
+template <class R, int NT>
+__device__ __forceinline__ u32 multiply_rows(float4 (&sum)[NT], const HeldRows<R>& rows, const bf16* const (&from)[NT]) {
   u32 read = 0;
 #pragma unroll
   for (int group = 0; group < rows.GROUPS; group++) {

@@ -1,7 +1,7 @@
 // The first kernels of a layer with gains on queries and values: the map, then the gains.
 //
-// EXACT: whether the gains' gelu is; EXPERTS replace this layer's MLP unless 0. qkv and features [B, 3 DIM]: queries,
-// keys and values, and their gelu.
+// EXACT: whether the gains' gelu is; EXPERTS replace this layer's MLP unless 0. WEIGHTS is the kind of the map. qkv and
+// features [B, 3 DIM]: queries, keys and values, and their gelu.
 #include "kv_element.cuh"
 #include "norm_gemm.cuh"
 #include "row_major_gemm.cuh"
@@ -11,19 +11,23 @@ constexpr int HALF = ROTARY / 2;
 constexpr int MIXED = DIM + FF;
 constexpr int QKV = 3 * DIM;
 constexpr bool ROUTED = EXPERTS > 0;
+// Of fewer bits an expert's logit is the sum of two rows, 8 apart: the second one is what rounding has left of the first.
+constexpr bool SPLIT_ROUTER = WEIGHTS != BF16;
+constexpr int ROUTER = SPLIT_ROUTER ? 2 * EXPERTS : EXPERTS;
 static_assert(ROTARY == 32 && DIM == HEADS * HEAD && FF % 64 == 0 && EXPERTS % 16 == 0, "unsupported sizes");
 
-// `weights`, `folded` and `change` as in layer_maps.cu; with EXPERTS the router replaces the MLP's first map, and
+// `weights`, `scales`, `folded` and `change` as in layer_maps.cu; with EXPERTS the router replaces the MLP's first map, and
 // writes `logits` [B, EXPERTS], and `normed_x` [B, DIM] in the experts' unit.
 extern "C" __global__ void __launch_bounds__(FINISHING, 1) tau_in(
-    const bf16* x, const bf16* weights, const float2* folded, const bf16* norm_scale, const bf16* norm_shift, bf16* qkv,
+    const bf16* x, const bf16* weights, const float* scales, const float2* folded, const bf16* norm_scale, const bf16* norm_shift, bf16* qkv,
     bf16* features, bf16* mixed, float* logits, bf16* normed_x, const float* change, int batch, int stages) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   normed_blocks<1>(
-      (QKV + (ROUTED ? EXPERTS : FF)) / 16, weights, stages, x, batch, [](int) {},
-      [&](int block, int) { return Folded(folded[block * 16 + g], folded[block * 16 + g + 8]); },
+      (QKV + (ROUTED ? ROUTER : FF)) / 16, weights, stages, x, batch, [](int) {},
+      [&](int block, int) { return Folded(folded, scales, block * 16 + g, block * 16 + g + 8); },
       [&](int block, int tile, float4 sum, Folded rows, const float2* moments) {
         const int row = block * 16 + g;
+        sum = rows.scales.of(sum);
         const float low[2] = {sum.x, sum.y}, high[2] = {sum.z, sum.w};
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -36,6 +40,8 @@ extern "C" __global__ void __launch_bounds__(FINISHING, 1) tau_in(
             out[8] = to_bf16(b);
             feature[0] = to_bf16(EXACT ? gelu_exact(a) : gelu_tanh(a));
             feature[8] = to_bf16(EXACT ? gelu_exact(b) : gelu_tanh(b));
+          } else if (ROUTED && SPLIT_ROUTER) {
+            logits[token * EXPERTS + (row - QKV) / 16 * 8 + g] = a + b;
           } else if (ROUTED) {
             float* out = logits + token * EXPERTS + (row - QKV);
             out[0] = a;
