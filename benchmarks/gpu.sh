@@ -3,7 +3,7 @@
 # that a part that hangs does not stop the others. After every part $LEGATO_RESULTS gets records.tar.gz (records,
 # logs) and summary.json.
 #
-#   PARTS="decode e2e"   only these, of: tests kernels portable portable_formats portable_formats_kv8 decode tick e2e lone e2e_photos lone_photos hop image
+#   PARTS="decode e2e"   only these, of: tests kernels kernels_moondream3 portable portable_formats portable_formats_kv8 decode tick e2e lone e2e_photos lone_photos hop image
 #                        fp8 e2e_fp8 adapters decode_moondream3 speculation kv memory reference peers
 #   PYTHON, DEVICE       the interpreter (python3) and the device (cuda)
 #   LARGE                the model with random weights (moondream2); DEVICE=cpu LARGE=random-tiny tries
@@ -15,7 +15,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} device=${DEVICE:-cuda} model=${LARGE:-moondream2}
-parts=${PARTS:-tests kernels portable portable_formats portable_formats_kv8 decode tick e2e lone e2e_photos lone_photos hop image fp8 e2e_fp8 adapters decode_moondream3 speculation kv memory reference peers}
+parts=${PARTS:-tests kernels kernels_moondream3 portable portable_formats portable_formats_kv8 decode tick e2e lone e2e_photos lone_photos hop image fp8 e2e_fp8 adapters decode_moondream3 speculation kv memory reference peers}
 results=${LEGATO_RESULTS:-$PWD/benchmarks/results/h200}
 budget=${BUDGET:-540} # seconds for all parts together
 export PYTHONPATH="$PWD/proto/gen:$PWD/service:$PWD/engine:$PWD/engine/tiny:$PWD/clients/python:$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -65,6 +65,8 @@ fi
 part tests 260 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
 [[ $device == cpu ]] || bench kernels 150 --models moondream2,legato-tiny,moondream3,moondream3-e4m3,moondream3-e4m3-kv8
 if [[ $device != cpu ]]; then
+  part kernels_moondream3 100 "$python" -m benchmarks kernels --name kernels_moondream3_formats \
+    --models moondream3-fp8,moondream3-int8,moondream3-int4,moondream3-int4-kv8 --shapes 1x1,8x1,32x1 --long-shapes "" --checks 1,8,32
   LEGATO_KERNEL_PTX=compute_80 bench portable 40 --image
   part portable_formats 60 "$python" -m benchmarks portable --weights packed fp8 --image --name portable_formats
   part portable_formats_kv8 60 "$python" -m benchmarks portable --weights fp8 int4 --kv8 --name portable_formats_kv8

@@ -82,7 +82,7 @@ def measure(
                 "rank": rank,
                 "streams": batch,
                 "adapters": adapters,
-                "floor_ms": floor_ms(bench.config, cached, touched, bench.expert_bytes)
+                "floor_ms": floor_ms(bench.config, cached, touched, bench.network.text.kinds)
                 + _adapter_ms(bench.config, rank, slot_R[inputs.row_B].tolist(), expert_LBK),
                 "step_ms": step_ms,
             }

@@ -86,7 +86,7 @@ def steps(
     kv_bytes = bench.kv.k_LNHSE.element_size()
     cached = context_bytes(bench.config, shape[0], bench.position, kv_bytes)
     figures["attend_bytes_per_s"] = cached / figures["attend"] * 1e3
-    floor = floor_ms(bench.config, cached, touched, bench.expert_bytes)
+    floor = floor_ms(bench.config, cached, touched, bench.network.text.kinds)
     return {"floor": floor, **figures}
 
 

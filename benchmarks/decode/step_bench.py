@@ -13,7 +13,9 @@ import torch
 from legato_engine.kernels import pages
 from legato_engine.kernels.cuda.attention import GROUP
 from legato_engine.kernels.cuda.decoder import Stages
-from legato_engine.kernels.map_codes import KINDS
+from legato_engine.kernels.map_codes import GROUP as GROUP_INPUTS
+from legato_engine.kernels.map_codes import KINDS, WeightKind, format_of
+from legato_engine.layers.mlp import ExpertLinear
 from legato_engine.models.base import StepInputs
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.decode_step import MoondreamStep, has_kernels
@@ -23,6 +25,7 @@ from legato_engine.models.moondream.presets import (
     moondream2_config,
     moondream3_config,
 )
+from legato_engine.models.moondream.text import WeightKinds
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.paged_attention import KVCache
 from legato_engine.runtime.kv_pool import kv_dtype
@@ -43,24 +46,25 @@ def context_bytes(config: MoondreamConfig, rows: int, position: int, kv_bytes: i
 
 
 def floor_ms(
-    config: MoondreamConfig, cached: int, touched: Sequence[int], expert_bytes: int
+    config: MoondreamConfig, cached: int, touched: Sequence[int], kinds: WeightKinds
 ) -> float:
     """Return the milliseconds to read weights, and `cached` bytes of keys and values.
 
-    `touched` experts, by layer, have weights of `expert_bytes` an element.
+    `touched` are the experts that a step reads, by layer.
     """
-    text, values = config.text, 0
+    text = config.text
+    maps, head, experts = (each.stage_bytes(GROUP_INPUTS) / (16 * GROUP_INPUTS) for each in kinds)
+    weights = text.vocab_size * text.dim * head
     for layer in range(text.num_layers):
-        values += 4 * text.dim**2
+        weights += 4 * text.dim**2 * maps
         if text.tau is not None:
-            values += 6 * text.num_heads * text.dim
+            weights += 6 * text.num_heads * text.dim * 2
         if text.moe is None or layer < text.moe.first_layer:
-            values += 2 * text.dim * text.ff_dim
+            weights += 2 * text.dim * text.ff_dim * maps
         else:
-            values += text.moe.num_experts * text.dim
-            experts = touched[layer] * 3 * text.dim * text.moe.inner_dim
-            values += experts * expert_bytes // 2
-    weights = (values + text.vocab_size * text.dim) * 2
+            rows = 1 if kinds.maps is WeightKind.BF16 else 2  # of a logit
+            weights += rows * text.moe.num_experts * text.dim * maps
+            weights += touched[layer] * 3 * text.dim * text.moe.inner_dim * experts
     return (weights + cached) / BANDWIDTH * 1e3
 
 
@@ -78,7 +82,11 @@ def experts_touched(config: MoondreamConfig, expert_LBK: torch.Tensor | None) ->
 MODELS = {
     "moondream2": moondream2_config,
     "moondream3": moondream3_config,
+    "moondream3-fp8": moondream3_config,
+    "moondream3-fp8-kv8": moondream3_config,
     "moondream3-int8": moondream3_config,
+    "moondream3-int4": moondream3_config,
+    "moondream3-int4-kv8": moondream3_config,
     "moondream3-e4m3": moondream3_config,
     "moondream3-e4m3-kv8": moondream3_config,
     "legato-tiny": legato_tiny_config,
@@ -111,8 +119,10 @@ class Bench:
         network = random_weights(config, 0, DEVICE, torch.bfloat16)
         if (weights := next((kind for kind in KINDS if kind in name), None)) is not None:
             network.quantise(weights)
-        if "e4m3" in name:
-            network.quantise("fp8")
+        if "e4m3" in name:  # only experts, as their publisher does
+            for layer in network.modules():
+                if isinstance(layer, ExpertLinear):
+                    layer.quantise(format_of(WeightKind.E4M3))
         if name.endswith("kv8"):
             network.text.use_fp8_kv()
             for tensor_name, tensor in network.text.state_dict().items():
@@ -132,7 +142,8 @@ class Bench:
             random = torch.randn(layer.shape, dtype=torch.bfloat16, device=DEVICE)
             layer.copy_(pages.quantise(random, None if scales is None else scales[0, 0]))
         kv = KVCache(keys, values, model.kv_scale_L2)
-        assert has_kernels(config, kv, torch.bfloat16), "this GPU or model has no kernels"
+        kinds = network.text.kinds
+        assert has_kernels(config, kv, torch.bfloat16, kinds), "this GPU or model has no kernels"
         kernels = MoondreamStep(config, network.text, network.region, kv)
         most_pages = -(-text.max_context // PAGE)
         table_RM = torch.zeros(ROWS, most_pages, dtype=torch.int64, device=DEVICE)
@@ -150,11 +161,6 @@ class Bench:
         text, region = network.text, network.region
         kernels = MoondreamStep(self.config, text, region, self.kv, stages=stages)
         return dataclasses.replace(self, kernels=kernels)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one element of an expert's weight."""
-        return self.network.text.expert_dtype.itemsize
 
     def inputs(self, rows: int, tokens: int = 1) -> StepInputs:
         """Return `tokens` tokens of each of `rows` at the benchmark's context, in a random order.
