@@ -7,9 +7,7 @@ import datetime
 import sys
 
 from release import publish, versions
-from release.build import build
-from release.distributions import ROOT
-from release.process import ReleaseError
+from release.build import ROOT, ReleaseError, build
 
 DIST = ROOT / "dist"
 

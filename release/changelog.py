@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from release.process import ReleaseError
+from release.build import ReleaseError
 
 UNRELEASED = "Unreleased"
 REPOSITORY = "https://github.com/legato-vlm/legato"

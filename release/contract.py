@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from release.process import ReleaseError, run
+from release.build import ReleaseError, run
 
 
 def check(root: Path) -> str:

@@ -6,10 +6,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-from release import environments
-from release.distributions import ALL, CLIENT, ROOT, SERVER, TINY
-from release.environments import Environment
-from release.process import ReleaseError, run
+from release import build
+from release.build import ALL, CLIENT, ROOT, SERVER, TINY, Environment, ReleaseError, run
 
 PROTOBUF_MAJORS = (6, 7)  # those that the stubs promise to work with
 CLIENT_LIMIT = 7 * 512 * 1024  # bytes on the disk of `pip install legato`, bytecode and page too
@@ -117,7 +115,7 @@ def install_server(dist: Path, version: str, folder: Path) -> Environment:
     """
     root = f"{CLIENT.name}[engine]=={version}"
     clean = Environment(folder)
-    clean.lend(environments.dependencies([dist / each.wheel(version) for each in ALL], root))
+    clean.lend(build.dependencies([dist / each.wheel(version) for each in ALL], root))
     clean.install("--no-compile", "--no-index", "--find-links", dist, root)
     return clean
 

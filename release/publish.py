@@ -11,9 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from release import build, changelog, contract, distributions, install, tags, versions
+from release import build, changelog, contract, install, tags, versions
+from release.build import ReleaseError, run
 from release.changelog import UNRELEASED, Changelog
-from release.process import ReleaseError, run
 
 NOTES = "NOTES.md"
 
@@ -100,7 +100,7 @@ class Publication:
         return f"{len(self._files())} files in {self._dist.name}/"
 
     def _files(self) -> list[Path]:
-        return [self._dist / name for name in distributions.file_names(self._version)]
+        return [self._dist / name for name in build.file_names(self._version)]
 
     def _check_descriptions(self) -> str:
         run([sys.executable, "-m", "twine", "check", "--strict", *self._files()], self._root)
@@ -121,7 +121,7 @@ class Publication:
             server = install.install_server(self._dist, self._version, folder / "server")
             install.check_server(server)
             sizes = {client.result() for client in clients}
-        bill = self._dist / f"{distributions.SERVER.stem}-{self._version}.cdx.json"
+        bill = self._dist / f"{build.SERVER.stem}-{self._version}.cdx.json"
         install.describe(server, bill, self._epoch())
         return f"the client takes {max(sizes) / 2**10:.0f} KiB; the server ran its demo"
 

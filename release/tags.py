@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from release import versions
-from release.process import ReleaseError, run
+from release.build import ReleaseError, run
 from release.versions import Place
 
 GO_FOLDER = "clients/go"

@@ -30,7 +30,7 @@ from legato_engine.speculation import TokenBudgetPolicy
 
 from tests.emulator.module import CPU, EmulatedKernel, EmulatedModule
 from tests.emulator.test_steps import PARTS
-from tests.engine.kernels.code_cases import random_codes
+from tests.engine.kernels.cases import random_codes
 from tests.engine.speculative.drafted import row_history
 from tests.gpu.inputs import FLIPPED, assert_same
 from tests.gpu.test_drafting import BLOCK, POLICIES, ROWS, VOCABULARY, Side

@@ -29,7 +29,7 @@ from legato_engine.telemetry import Timeline, step_feed
 from legato_engine.types import DetectOutput, FinishReason
 from structlog.testing import capture_logs
 
-from tests.engine.telemetry.steps import make_step
+from tests.engine.test_telemetry import make_step
 
 # ---------------------------------------------------------------- command
 

@@ -30,7 +30,7 @@ from legato_engine.models.paged_attention import DecodeBatch, KVCache
 from legato_engine.models.registry import LoadOptions, resolve
 
 from benchmarks.decode.text_step import MODELS
-from tests.engine.kernels.code_cases import BLOCKS, random_codes
+from tests.engine.kernels.cases import BLOCKS, random_codes
 from tests.gpu.inputs import DIMS, FLIPPED, HOPPER, assert_same, rows
 
 pytestmark = pytest.mark.gpu

@@ -44,7 +44,7 @@ from legato_engine.models.moondream.region import RegionCoder
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.paged_attention import DecodeBatch, KVCache
 
-from tests.engine.kernels.expert_cases import by_hand, dequantised, layers, quantised, tokens
+from tests.engine.kernels.cases import by_hand, dequantised, layers, quantised, tokens
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,7 @@ import torch
 
 from tests.reference.cases import CONFIG, noise, torch_gelu, weights
 from tests.reference.moondream3 import encode_image, full, thin, vision
-from tests.reference.moondream3.numerics import layer_norm, linear
-from tests.reference.moondream3.weights import random_weights
+from tests.reference.moondream3.numerics import layer_norm, linear, random_weights
 
 WEIGHTS = weights()
 FULL = full().vision

@@ -21,9 +21,17 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from release import build, changelog, contract, install, publish, tags, versions
-from release.distributions import ALL, CLIENT, ROOT, SERVER, TINY, file_names
-from release.environments import Environment, dependencies
-from release.process import ReleaseError
+from release.build import (
+    ALL,
+    CLIENT,
+    ROOT,
+    SERVER,
+    TINY,
+    Environment,
+    ReleaseError,
+    dependencies,
+    file_names,
+)
 from release.publish import Publication
 
 # ---------------------------------------------------------------- changelog

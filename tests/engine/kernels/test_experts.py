@@ -17,7 +17,7 @@ from legato_engine.kernels.parameters import (
     Routes,
 )
 
-from tests.engine.kernels.expert_cases import (
+from tests.engine.kernels.cases import (
     DIM,
     INNER,
     NUM_EXPERTS,

@@ -39,7 +39,7 @@ from legato_engine.models.moondream.presets import (
 )
 from legato_engine.models.moondream.text import WeightKinds
 
-from tests.engine.kernels.code_cases import BLOCKS, FORMATS, random_codes
+from tests.engine.kernels.cases import BLOCKS, FORMATS, random_codes
 
 # ---------------------------------------------------------------- skinny gemm
 # What the launches take of shared memory fits the GPU, and agrees with the kernels' headers.

@@ -53,7 +53,7 @@ from tests.adapters import ALL, PeftAdapter
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.models.paged_session import PagedSession
-from tests.inline_device import InlineStream
+from tests.fake_runner import InlineStream
 
 SPECIALS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|im_start|>")
 VOCABULARY = hub_folder.byte_level_tokenizer(also=SPECIALS)

@@ -31,8 +31,8 @@ from tests.engine.core.test_memory import Alone, run_all, shared
 from tests.engine.core.world import CONFIG, World, png
 from tests.engine.scheduler.world import num_images
 from tests.engine.speculative.test_speculation import Run
+from tests.fake_runner import GraphDevice
 from tests.gpu.guard import GraphsOnly
-from tests.inline_device import GraphDevice
 
 TEXT = tiny_random_config().text
 NAMES = ("", "x", "", "y", "x")

@@ -11,8 +11,8 @@ from legato_engine.runtime.torch_backend import TorchBackend
 from tests.adapters import PeftAdapter
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder, test_decoders
+from tests.fake_runner import GraphDevice
 from tests.gpu.guard import GraphsOnly, GuardViolation
-from tests.inline_device import GraphDevice
 
 SIZE = 64
 """Tokens of the largest pass."""

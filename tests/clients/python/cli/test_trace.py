@@ -17,7 +17,7 @@ from legato_engine import telemetry
 from legato_engine.ipc.messages import TimelineBatch
 from legato_service.convert import responses
 
-from tests.engine.telemetry.steps import make_step
+from tests.engine.test_telemetry import make_step
 
 STEPS = [make_step(1000 + index, zombies=index % 2) for index in range(6)]
 

@@ -26,7 +26,7 @@ from legato_engine.kernels.cpu.decoder import (
 from legato_engine.kernels.map_codes import CodeFormat, WeightKind
 from legato_engine.kernels.parameters import AdapterRows, LowRankStack
 
-from tests.engine.kernels.code_cases import FORMATS, random_codes
+from tests.engine.kernels.cases import FORMATS, random_codes
 
 DIM, INNER, SLOTS, PAGES, LAYERS = 50, 70, 6, 40, 2
 EPSILON = 1e-5
