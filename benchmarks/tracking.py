@@ -246,7 +246,6 @@ class Follower(Protocol):
 
     def observe(self, frame: Frame) -> list[str]:
         """Names of the boxes; "" for none."""
-        ...
 
 
 class Ours:

@@ -68,22 +68,18 @@ class Task(Protocol):
     @property
     def grammar(self) -> Grammar | None:
         """Return the grammar that the next token must follow besides the constraint, if any."""
-        ...
 
     def constraint(self) -> int:
         """Return an index into the model's constraint table."""
-        ...
 
     def consume(self, token: SampledToken) -> abc.Sequence[Event]:
         """Process a committed token; not called after `finish_reason` is set."""
-        ...
 
     @property
     def finish_reason(self) -> FinishReason | None: ...
 
     def result(self, finish_reason: FinishReason) -> TaskOutput:
         """Return the result so far, including pending text."""
-        ...
 
     @property
     def reasoning_tokens(self) -> int: ...

@@ -193,19 +193,15 @@ class Peers(Protocol):
     @property
     def number(self) -> int:
         """0 for the process that runs the engines and the workers."""
-        ...
 
     def drain(self, grace: float) -> None:
         """Drain all processes, this one included, within `grace` seconds."""
-        ...
 
     async def abort(self, target: RequestKey | None) -> int:
         """Stop the others' requests that match `target`, or all; return how many."""
-        ...
 
     async def gather(self, own: Snapshot) -> Snapshot:
         """Add the others' metrics to this process's own."""
-        ...
 
 
 async def abort_elsewhere(engines: Sequence[EngineConnection], target: RequestKey | None) -> int:

@@ -34,14 +34,12 @@ class Contender(Protocol):
 
     def prefill(self, prompt: Sequence[int]) -> int:
         """Compute a prompt that is new to it and return the token after it."""
-        ...
 
     def decode(self, prompts: Prompts, steps: int) -> Spent:
         """Generate `steps` tokens and more after all prompts; return what `steps` took.
 
         All prompts are computed before the time begins.
         """
-        ...
 
 
 def serve(contender: Contender) -> None:

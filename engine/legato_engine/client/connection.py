@@ -116,20 +116,17 @@ class Siblings(Protocol):
 
     def take_over(self, stream: RequestStream) -> bool:
         """Have another engine run an unsent request; return False if none serves."""
-        ...
 
     def find_image(self, stream: RequestStream) -> bool:
         """Have an engine run a request whose image the `searched` ones lack.
 
         Return False if none is left.
         """
-        ...
 
     def record_image(
         self, stream: RequestStream, output: PrefillStarted | Done, number: int
     ) -> None:
         """Record that engine `number` has a request's image, as its output says."""
-        ...
 
 
 # ---------------------------------------------------------------- connection

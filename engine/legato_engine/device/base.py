@@ -72,7 +72,6 @@ class DeviceEvent(Protocol):
 
     def wait(self) -> None:
         """Block until the stream has passed; raise the failure of earlier work."""
-        ...
 
     def query(self) -> bool: ...
 
@@ -81,7 +80,6 @@ class DeviceEvent(Protocol):
 
         Valid after `wait` returned or `query` was true.
         """
-        ...
 
 
 class Stream(Protocol):
@@ -89,26 +87,21 @@ class Stream(Protocol):
 
     def submit(self, work: Callable[[], None]) -> None:
         """Enqueue `work`, which runs later: the caller must not mutate what it reads."""
-        ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy between contiguous tensors of one size, the host's in pinned memory.
 
         The host tensor must not change until the copy is done.
         """
-        ...
 
     def copy_rows(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy likewise, between matrices of one shape whose rows may be apart."""
-        ...
 
     def record(self, reuse: DeviceEvent | None = None) -> DeviceEvent:
         """Record an event after earlier work, in `reuse` if it has no other user."""
-        ...
 
     def wait_event(self, event: DeviceEvent) -> None:
         """Run later work after `event`, without blocking the caller."""
-        ...
 
 
 class Device(Protocol):
@@ -120,23 +113,18 @@ class Device(Protocol):
     @property
     def compute(self) -> Stream:
         """Forwards and sampling."""
-        ...
 
     @property
     def copy(self) -> Stream:
         """Copies that the compute stream must not wait for."""
-        ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zeroed, for asynchronous copies."""
-        ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record `work` for replay at fixed addresses (a CUDA graph); a CPU returns it."""
-        ...
 
     def free_memory(self) -> int | None:
         """Bytes that can be allocated; None if the device shares the host's memory."""
-        ...
 
     def close(self) -> None: ...

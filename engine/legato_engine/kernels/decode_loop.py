@@ -273,7 +273,6 @@ class MegakernelSteps(Protocol):
     @property
     def max_rows(self) -> Mapping[BatchKind, int]:
         """Return the maximum rows of its launches, as `counts_as` counts them."""
-        ...
 
     def run(
         self,
@@ -290,14 +289,12 @@ class MegakernelSteps(Protocol):
 
         Values are written with `payload` only.
         """
-        ...
 
     def fault(self) -> str | None:
         """Return the wait that timed out in a finished launch, or None; no launch may follow it.
 
         The last step that the ring counts is whole: tokens, keys, values and rows' newest tokens.
         """
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

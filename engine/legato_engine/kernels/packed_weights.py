@@ -38,7 +38,6 @@ class PackedWeight(Protocol):
 
     def multiply(self, rows_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         """[T, O] of contiguous rows, in their dtype."""
-        ...
 
 
 class FloatWeight:

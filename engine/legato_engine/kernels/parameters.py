@@ -28,7 +28,6 @@ class PackedExperts(Protocol):
 
     def dense(self, dtype: torch.dtype, expert: int | None = None) -> torch.Tensor:
         """Return a copy of all experts, [X, O, I], or of one, [O, I]."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

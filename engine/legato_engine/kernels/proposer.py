@@ -41,14 +41,12 @@ class Proposer(Protocol):
     @property
     def sequential(self) -> bool:
         """Return whether each draft token costs time, so that short blocks are proposed."""
-        ...
 
     def propose(self, history: RowHistory, draft_RK: torch.Tensor) -> None:
         """Write up to K draft tokens a row, `UNKNOWN` from the first missing one on.
 
         Only enqueues work on the compute stream and reads nothing on the host: it may be captured.
         """
-        ...
 
 
 # ---------------------------------------------------------------- lookup

@@ -79,18 +79,15 @@ class Runner(Protocol):
 
     def forward(self, launch: Launch) -> None:
         """Stage the rows and enqueue the forward pass."""
-        ...
 
     def mask(self, launch: Launch, constraints: abc.Sequence[int]) -> abc.Sequence[int]:
         """Make masks of the rows' grammars; return the constraints to sample with."""
-        ...
 
     def sample(self, launch: Launch, constraints: abc.Sequence[int]) -> None:
         """Enqueue sampling, then the copy to the host on the copy stream.
 
         Encodes and refinements have no constraints and only record events.
         """
-        ...
 
     def collect(self, launch: Launch) -> list[RowTokens] | None:
         """Wait for the copy; set a refinement's result.
@@ -98,11 +95,9 @@ class Runner(Protocol):
         Return None for decodes that must be rolled back: they ran behind a loop that aborted, so
         their positions are unknown.
         """
-        ...
 
     def times(self, launch: Launch) -> LaunchTimes:
         """Return the device times; valid after `collect`, until the slot's next `forward`."""
-        ...
 
 
 class LoopRunner(Protocol):
@@ -113,12 +108,9 @@ class LoopRunner(Protocol):
 
         A loop may abort before all of its steps were run, even before the first.
         """
-        ...
 
     def break_even_steps(self, launch: Launch) -> int:
         """Return the steps needed to amortise the loop's overhead."""
-        ...
 
     def stop_loop(self, launch: Launch) -> None:
         """Stop a loop after its current step."""
-        ...

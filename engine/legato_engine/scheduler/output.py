@@ -28,7 +28,6 @@ class Sink(Protocol):
 
     def started(self, sequence: Sequence) -> None:
         """Report that its prefill, or the first part of its image, was launched."""
-        ...
 
     def delta(self, sequence: Sequence, events: Many[Event]) -> None: ...
 

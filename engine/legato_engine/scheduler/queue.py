@@ -70,27 +70,22 @@ class Waiting(Protocol):
     @property
     def arrival(self) -> float:
         """Return monotonic seconds."""
-        ...
 
     @property
     def adapter_key(self) -> str:
         """Return the adapter's key, empty without one."""
-        ...
 
     @property
     def max_cost(self) -> int:
         """Return the maximum positions to compute, of prompt and output."""
-        ...
 
     @property
     def cost(self) -> int:
         """Return the positions computed so far, if it has run."""
-        ...
 
     @property
     def was_started(self) -> bool:
         """Return whether its caller saw it start; it waits again after a preemption."""
-        ...
 
 
 WaitingT = TypeVar("WaitingT", bound=Waiting)

@@ -306,11 +306,9 @@ class FrameExecutor(Protocol[Frame_contra]):
 
     def stop(self, frame: Frame_contra, index: int) -> None:
         """End a task with its partial result."""
-        ...
 
     def abort(self, frame: Frame_contra) -> None:
         """Abort the frame. Idempotent."""
-        ...
 
 
 class SessionCore(Generic[F]):
