@@ -100,6 +100,21 @@ class LaunchEvents:
     is_void: bool = dataclasses.field(default=False, kw_only=True)  # a decode does not count
 
 
+def _draft_state(
+    model: Model, device: Device, proposer: Proposer, policy: BlockPolicy, num_rows: int
+) -> DraftState:
+    return DraftState(
+        proposer,
+        policy,
+        num_rows=num_rows,
+        max_context=model.max_context,
+        vocab_size=model.vocab_size,
+        width=model.width,
+        dtype=model.dtype,
+        device=device.torch_device,
+    )
+
+
 class ModelRunner:
     """A `scheduler.interfaces.Runner`; `buckets`: decode batch sizes in tokens, ascending.
 
@@ -139,19 +154,11 @@ class ModelRunner:
             loops = kernels is not None and cuda_graphs
         shared = SHARED_PROMPTS if kernels is not None else 1
         max_prompts = 1 if proposer is not None else max_prompts or shared
-        max_pages, drafts = -(-model.max_context // kv.page_size), None
+        max_pages = -(-model.max_context // kv.page_size)
+        drafts = None
         if proposer is not None:
             assert block_policy is not None, "a proposer without a block policy"
-            drafts = DraftState(
-                proposer,
-                block_policy,
-                num_rows=max_running,
-                max_context=model.max_context,
-                vocab_size=model.vocab_size,
-                width=model.width,
-                dtype=model.dtype,
-                device=device.torch_device,
-            )
+            drafts = _draft_state(model, device, proposer, block_policy, max_running)
         max_block = 0 if drafts is None else drafts.max_block
         self._device, self._drafts = device, drafts
         self._slots = slots = tuple(
@@ -192,11 +199,11 @@ class ModelRunner:
             max_image_bytes=max_image_bytes,
         )
         self._events = [LaunchEvents(*(device.compute.record() for _ in range(6))) for _ in slots]
-        self._backend: StepBackend
-        if kernels is None:
-            self._backend = TorchBackend(self._resources)
-        else:
-            self._backend = KernelBackend(kernels, self._resources)
+        self._backend: StepBackend = (
+            TorchBackend(self._resources)
+            if kernels is None
+            else KernelBackend(kernels, self._resources)
+        )
         self._loops: DecodeLoops | None = None
         self._unmeasured: MegakernelOffer | None = None
         if loops:

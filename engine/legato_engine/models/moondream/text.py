@@ -434,7 +434,7 @@ class Text(nn.Module):
 
     @property
     def kinds(self) -> WeightKinds:
-        """What a decode step's kernels are to read."""
+        """Return the formats that a decode step's kernels read."""
         experts = next((each.kind for each in self._experts()), WeightKind.BF16)
         return WeightKinds(self._map_kind, self._map_kind.of_head, experts)
 
