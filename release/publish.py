@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from release import build, changelog, contract, install, tags, versions
+from release import build, changelog, install, versions
 from release.build import ReleaseError, run
 from release.changelog import UNRELEASED, Changelog
 
@@ -60,10 +60,10 @@ class Publication:
         print(f"  a release would stop here: {why}")
 
     def _check_commit(self) -> str:
-        tags.check_module(self._root, self._version)
+        versions.check_module(self._root, self._version)
         if changed := run(["git", "status", "--porcelain"], self._root).splitlines():
             self._doubt(f"{len(changed)} files are not committed")
-        if made := tags.existing(self._root, self._version):
+        if made := versions.existing(self._root, self._version):
             self._doubt(f"the tags {', '.join(made)} exist")
         return f"version {self._version}, contract revision {self._revision}"
 
@@ -84,12 +84,12 @@ class Publication:
         return self._changelog.notes(self._version)
 
     def _check_contract(self) -> str:
-        compared = contract.check(self._root)
+        compared = versions.check(self._root)
         if self._is_rehearsal:
             is_first = self._changelog.latest is None
-            contract.check_revision(self._root, self._revision, is_first)
+            versions.check_revision(self._root, self._revision, is_first)
         else:
-            contract.check_baseline(self._root, self._revision)
+            versions.check_baseline(self._root, self._revision)
         return compared
 
     def _check_distributions(self) -> str:
@@ -142,8 +142,8 @@ class Publication:
         return f"{self._dist.name}/{NOTES}"
 
     def _rehearse_tags(self, folder: Path) -> str:
-        clone = tags.rehearse(self._root, folder, self._version, self._notes())
-        made = tags.existing(clone, self._version)
+        clone = versions.rehearse(self._root, folder, self._version, self._notes())
+        made = versions.existing(clone, self._version)
         return ", ".join(made) + " in a clone"
 
     def _upload(self) -> str:
@@ -155,8 +155,8 @@ class Publication:
         return f"{len(self._files())} files"
 
     def _tag(self) -> str:
-        made = tags.names(self._version)
-        tags.create(self._root, self._version, "HEAD", self._notes())
+        made = versions.names(self._version)
+        versions.create(self._root, self._version, "HEAD", self._notes())
         run(["git", "push", "--atomic", "origin", *made], self._root)
         return ", ".join(made)
 
@@ -180,9 +180,9 @@ def prepare(root: Path, version: str, date: str) -> None:
     latest, revision = log.latest, versions.revision(root)
     if latest is not None and versions.parse(version) <= versions.parse(latest.version):
         raise ReleaseError(f"{version} is not above {latest.version}, which is released")
-    contract.check(root)
-    contract.check_revision(root, revision, latest is None)
+    versions.check(root)
+    versions.check_revision(root, revision, latest is None)
     log.cut(version, date)
     versions.write(root, version)
     (root / "CHANGELOG.md").write_text(log.text())
-    contract.write_baseline(root, revision)
+    versions.write_baseline(root, revision)

@@ -6,8 +6,12 @@ in order.
 
 from __future__ import annotations
 
+import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 from legato_engine.errors import LegatoError
 from legato_engine.scheduler.interfaces import Clock
@@ -241,3 +245,25 @@ class FakeSink:
         assert sequence.finalized, "ended but not finalized"
         assert sequence.request.request_id not in self.ended, "ended twice"
         self.ended[sequence.request.request_id] = how
+
+
+# ---------------------------------------------------------------- work
+# How much work Python code does, counted, so that a slow machine changes nothing.
+
+
+@contextmanager
+def lines_run() -> Iterator[Callable[[], int]]:
+    """Yield what tells how many lines of Python this thread has run in the block."""
+    count = 0
+
+    def trace(_frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: count
+    finally:
+        sys.settrace(before)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.publish import charts, diagrams, records, tables
+from benchmarks.publish import charts, records, tables
 from benchmarks.publish.records import Records
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 def outputs(root: Path) -> dict[Path, str]:
     """Return the text that each document and drawing should have."""
     records = Records(root)
-    drawings = charts.draw(records) | diagrams.draw()
+    drawings = charts.draw(records) | charts.draw_diagrams()
     texts = {root / IMAGES / f"{name}.svg": text for name, text in drawings.items()}
     for name in DOCUMENTS:
         path = root / name

@@ -12,8 +12,8 @@ from legato_client.draw import annotate
 from PIL import Image, ImageDraw
 
 from examples.robot.recording import Answer, Recording
+from examples.robot.report import match, mean
 from examples.robot.scene import Scene
-from examples.robot.scoring import match, mean
 
 _TILE = (480, 360)  # pixels of a moment on the sheet
 _CAPTION = 26  # pixels below it

@@ -36,7 +36,7 @@ from legato_engine.types import (
     RequestKey,
 )
 
-from tests.work import lines_run
+from tests.fakes import lines_run
 
 # ---------------------------------------------------------------- recording
 # What an engine was doing is in a file, whatever ends the engine.

@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from release import build, changelog, contract, install, publish, tags, versions
+from release import build, changelog, install, publish, versions
 from release.build import (
     ALL,
     CLIENT,
@@ -120,7 +120,7 @@ def test_nothing_is_cut_from_nothing():
 # ---------------------------------------------------------------- publish
 # A release is prepared in all places, and stops at what makes a commit no release.
 
-FILES = {place.path for place in (*versions.VERSIONS, *versions.REVISIONS, tags.MODULE)}
+FILES = {place.path for place in (*versions.VERSIONS, *versions.REVISIONS, versions.MODULE)}
 FILES |= {"CHANGELOG.md", "buf.yaml", "proto/breaking.py"}
 FOLDERS = ("proto/legato", "proto/third_party")
 ENTRIES = """\
@@ -152,7 +152,7 @@ def tree(tmp_path, monkeypatch):
         shutil.copy(ROOT / name, root / name)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, root / name)
-    contract.write_baseline(root, versions.revision(root))
+    versions.write_baseline(root, versions.revision(root))
     (root / "CHANGELOG.md").write_text(ENTRIES)
     git(root, "init", "--quiet", "--initial-branch", "main")
     commit(root)
@@ -170,7 +170,7 @@ def commit(root):
 
 
 def grow(root):
-    """Add a field to the contract."""
+    """Add a field to the versions."""
     path = root / "proto/legato/v1/geometry.proto"
     end = "}\n"  # of the first message
     path.write_text(path.read_text().replace(end, f"  // How far.\n  float z = 99;\n{end}", 1))
@@ -184,7 +184,7 @@ def test_a_release_is_prepared_in_all_places(tree):
     log = changelog.parse((tree / "CHANGELOG.md").read_text())
     assert log.latest is not None
     assert (log.latest.version, log.latest.date) == ("0.7.0", "2026-11-23")
-    contract.check_baseline(tree, versions.revision(ROOT))
+    versions.check_baseline(tree, versions.revision(ROOT))
     with pytest.raises(ReleaseError, match=r"0\.7\.0 is not above 0\.7\.0"):
         publish.prepare(tree, "0.7.0", "2026-11-24")
     with pytest.raises(ReleaseError, match=r"no entries under \[Unreleased\]"):
@@ -246,7 +246,7 @@ def test_a_rehearsal_reports_what_stops_a_release(tree, capsys):
 def test_the_revision_grows_with_the_contract(tree):
     """By one for each release with additions, and otherwise not at all."""
     revision = versions.revision(ROOT)
-    check = functools.partial(contract.check_revision, tree, is_first=False)
+    check = functools.partial(versions.check_revision, tree, is_first=False)
     check(revision)
     with pytest.raises(ReleaseError, match="is that of the last release"):
         check(revision + 1)
@@ -255,7 +255,7 @@ def test_the_revision_grows_with_the_contract(tree):
     for wrong in (revision, revision + 2):
         with pytest.raises(ReleaseError, match="has grown since the last release"):
             check(wrong)
-    contract.check_revision(tree, revision, is_first=True)
+    versions.check_revision(tree, revision, is_first=True)
 
 
 def test_a_broken_contract_is_not_prepared(tree):
@@ -269,19 +269,19 @@ def test_a_broken_contract_is_not_prepared(tree):
 
 def test_tags_are_rehearsed_in_a_clone(tree, tmp_path):
     """Both are annotated and name the commit; the repository gets none."""
-    clone = tags.rehearse(tree, tmp_path, "0.7.0", "- A thing.\n# not a comment")
-    assert sorted(tags.existing(clone, "0.7.0")) == ["clients/go/v0.7.0", "v0.7.0"]
-    for name in tags.names("0.7.0"):
+    clone = versions.rehearse(tree, tmp_path, "0.7.0", "- A thing.\n# not a comment")
+    assert sorted(versions.existing(clone, "0.7.0")) == ["clients/go/v0.7.0", "v0.7.0"]
+    for name in versions.names("0.7.0"):
         assert git(clone, "rev-parse", f"{name}^{{commit}}") == git(tree, "rev-parse", "HEAD")
         assert "# not a comment" in git(clone, "cat-file", "tag", name)
-    assert tags.existing(tree, "0.7.0") == []
+    assert versions.existing(tree, "0.7.0") == []
 
 
 def test_the_go_module_has_the_suffix_of_its_major_version(tree):
     """Go refuses a tag v2 of a module whose path does not end with /v2."""
-    tags.check_module(tree, "1.9.0")
+    versions.check_module(tree, "1.9.0")
     with pytest.raises(ReleaseError, match=r"the module of v2\.0\.0 is .*/clients/go/v2, not "):
-        tags.check_module(tree, "2.0.0")
+        versions.check_module(tree, "2.0.0")
 
 
 @pytest.mark.slow  # downloads into an empty module cache and compiles grpc-go
@@ -289,7 +289,7 @@ def test_go_gets_the_tagged_module(tmp_path):
     """From a clone in place of the forge: the module resolves, has its licence, and compiles."""
     if shutil.which("go") is None:
         pytest.skip("no go")
-    clone = tags.rehearse(ROOT, tmp_path, "0.0.999", "rehearsed")
+    clone = versions.rehearse(ROOT, tmp_path, "0.0.999", "rehearsed")
     cached, proxies = go(tmp_path, "env", "GOMODCACHE", "GOPROXY").split()
     environment = {
         "GOMODCACHE": str(tmp_path / "modules"),
@@ -304,14 +304,14 @@ def test_go_gets_the_tagged_module(tmp_path):
     }
     robot = tmp_path / "robot"
     robot.mkdir()
-    package = f"{tags.GO_MODULE}/legato"
+    package = f"{versions.GO_MODULE}/legato"
     (robot / "main.go").write_text(
         f'package main\n\nimport "{package}"\n\nfunc main() {{ println(legato.Version) }}\n'
     )
     go(robot, "mod", "init", "example.org/robot", **environment)
     go(robot, "get", f"{package}@v0.0.999", **environment)
     assert versions.version(ROOT) in go(robot, "run", ".", **environment)
-    fetched = tmp_path / "modules" / f"{tags.GO_MODULE}@v0.0.999"
+    fetched = tmp_path / "modules" / f"{versions.GO_MODULE}@v0.0.999"
     assert (fetched / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from legato_training.config import ModelConfig
+from legato_training.draft import add_adapter, save_adapter
 from legato_training.export import load_exported
 from legato_training.lexicon import COLOUR_NAMES, SHAPES, Lexicon, Phrase, lexicon
-from legato_training.lora import add_adapter, save_adapter
 from legato_training.losses import region_losses, token_loss
 from legato_training.model import LegatoTiny, slot_mask
 from legato_training.render import Renderer

@@ -6,11 +6,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from legato_training.config import ModelConfig
-from legato_training.draft import TEXT, Draft, Lesson, Teacher, accepted, loss_of, roll, save
+from legato_training.draft import (
+    TEXT,
+    Draft,
+    Lesson,
+    Teacher,
+    accepted,
+    add_adapter,
+    loss_of,
+    roll,
+    save,
+    save_adapter,
+)
 from legato_training.hazard import HazardSampler, hazard_kind, hazard_lexicon
 from legato_training.language import Narrator
 from legato_training.lexicon import lexicon
-from legato_training.lora import add_adapter, save_adapter
 from legato_training.model import LegatoTiny, slot_mask
 from legato_training.scenes import BACKGROUNDS
 from legato_training.slots import CAPTION, LENGTH, QUERY_A, STARTS

@@ -25,8 +25,8 @@ from legato_engine.types import BlobRef, PixelFormat, RawImage
 from PIL import Image
 
 from tests import hostile_images
+from tests.fakes import lines_run
 from tests.hostile_images import exif_entries, file, png, png_chunk, smooth
-from tests.work import lines_run
 
 MAX_PIXELS = 40_000_000
 LIMITS = {"max_pixels": MAX_PIXELS, "max_bytes": 64 * 1024 * 1024}

@@ -21,8 +21,8 @@ from legato_engine.sequence import RowTokens, Sequence
 from legato_engine.speculation import BlockSizes
 from legato_engine.types import FinishReason, RequestKey
 
-from tests.engine.scheduler.reading_runner import PAGE as READ_PAGE
-from tests.engine.scheduler.reading_runner import WORTHWHILE, ReadingRunner, alone
+from tests.engine.scheduler.schedules import PAGE as READ_PAGE
+from tests.engine.scheduler.schedules import WORTHWHILE, ReadingRunner, alone
 from tests.engine.scheduler.world import (
     LONG_SEED,
     PAGE,

@@ -14,9 +14,9 @@ from PIL import Image
 
 from examples.robot import overlay, report
 from examples.robot.recording import Answer, Drop, Look, Recording, Sent
+from examples.robot.report import match, mean, overlap, percentile
 from examples.robot.scene import NOUNS as ALL_NOUNS
 from examples.robot.scene import Scene, compose
-from examples.robot.scoring import match, mean, overlap, percentile
 
 NOUNS = ("bus", "dog")
 SCENE = compose(NOUNS, 0)
