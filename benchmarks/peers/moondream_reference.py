@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from PIL import Image
 
+from benchmarks import peers
 from benchmarks.image.charts import Photographer
-from benchmarks.peers import child
 
 SIZE = (850, 600)
 QUESTION = (1, 15381, 2, *range(100, 112), 3)  # the query template around 12 tokens
@@ -93,7 +93,7 @@ class Reference:
         configs: Any = importlib.import_module("moondream.torch.config")
         if not dry:
             return configs.MoondreamConfig()
-        shape = child.DRY
+        shape = peers.DRY
         text = configs.TextConfig(
             dim=shape.dim,
             ff_dim=shape.ff_dim,
@@ -125,14 +125,14 @@ class NoTokenizer:
         return cls()
 
 
-def measure(reference: Reference, jpeg: bytes, options: child.Options) -> dict[str, Any]:
+def measure(reference: Reference, jpeg: bytes, options: peers.Options) -> dict[str, Any]:
     """Return medians in ms of the parts, of a JPEG to three tokens, and of a step."""
     parts: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], object]) -> None:
         start = time.perf_counter()
         work()
-        child.synchronize(options.device)
+        peers.synchronize(options.device)
         parts.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
 
     for _ in range(2 if options.dry else REPEATS):
@@ -142,7 +142,7 @@ def measure(reference: Reference, jpeg: bytes, options: child.Options) -> dict[s
         timed("encode_image_ms", functools.partial(reference.encode, _opened(jpeg)))
         timed("question_ms", reference.ask)
     context = reference.position
-    times = child.step_times(reference.step, options)
+    times = peers.step_times(reference.step, options)
     medians = {name: statistics.median(times[1:]) for name, times in parts.items()}
     step = {"step_ms": statistics.median(times), "steps": len(times), "context": context}
     return {**medians, **step}
@@ -163,15 +163,15 @@ def _opened(jpeg: bytes) -> Image.Image:
 
 def main() -> None:
     """Emit a row without torch.compile, then one with it."""
-    options = child.parse()
-    child.emit({"versions": {**child.versions(), "sources' SHA-256": sources(options.path)}})
+    options = peers.parse()
+    peers.emit({"versions": {**peers.versions(), "sources' SHA-256": sources(options.path)}})
     jpeg = Photographer(0, max(SIZE)).jpeg(0, SIZE)
     reference = Reference(options.path, options.device, dry=options.dry)
     head = {"streams": 1, "size": SIZE, "tokens": TOKENS}
-    child.emit({**head, "compiled": False, **measure(reference, jpeg, options)})
+    peers.emit({**head, "compiled": False, **measure(reference, jpeg, options)})
     if options.compiled and not options.dry:
         reference.compile()
-        child.emit({**head, "compiled": True, **measure(reference, jpeg, options)})
+        peers.emit({**head, "compiled": True, **measure(reference, jpeg, options)})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from legato_engine.device.select import open_device
 from torch.nn import functional as F
 
-from benchmarks.peers import child
+from benchmarks import peers
 
 Tensor = torch.Tensor
 
@@ -33,7 +33,7 @@ class Layer:
 class Decoder:
     """Random weights, random context; `step` reads and replaces `token_B`. Biases are zero."""
 
-    def __init__(self, shape: child.Shape, streams: int, context: int, device: str) -> None:
+    def __init__(self, shape: peers.Shape, streams: int, context: int, device: str) -> None:
         self._shape = shape
         self._context = context
         dtype = torch.bfloat16
@@ -99,18 +99,18 @@ class Decoder:
 
 def main() -> None:
     """Emit a row per number of streams."""
-    options = child.parse()
+    options = peers.parse()
     device = open_device(options.device)
     with torch.inference_mode():
         for streams in options.streams:
             decoder = Decoder(options.shape, streams, options.context, options.device)
             replay = device.capture(decoder.step)
-            times = child.step_times(replay, options)
-            child.emit(
+            times = peers.step_times(replay, options)
+            peers.emit(
                 {"streams": streams, "step_ms": statistics.median(times), "steps": len(times)}
             )
             del decoder, replay
-    child.emit({"versions": child.versions()})
+    peers.emit({"versions": peers.versions()})
     device.close()
 
 

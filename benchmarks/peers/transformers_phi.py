@@ -15,10 +15,10 @@ import torch
 import transformers
 from transformers import PhiConfig, PhiForCausalLM, StaticCache
 
-from benchmarks.peers import child
+from benchmarks import peers
 
 
-def build(shape: child.Shape, device: str) -> Any:
+def build(shape: peers.Shape, device: str) -> Any:
     """Build the decoder with random bf16 weights."""
     factor = shape.rotary_dim / shape.head_dim
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor}
@@ -42,7 +42,7 @@ def build(shape: child.Shape, device: str) -> Any:
 class Decoding:
     """A prefilled static cache and the compiled forward over it."""
 
-    def __init__(self, model: Any, streams: int, options: child.Options) -> None:
+    def __init__(self, model: Any, streams: int, options: peers.Options) -> None:
         self._cache = StaticCache(
             config=model.config,
             max_cache_len=options.capacity,
@@ -66,7 +66,7 @@ class Decoding:
         self._position_1 += 1
 
 
-def _compiled(model: Any, options: child.Options) -> Callable[..., torch.Tensor]:
+def _compiled(model: Any, options: peers.Options) -> Callable[..., torch.Tensor]:
     def forward(
         tokens_BT: torch.Tensor, cache: StaticCache, positions_T: torch.Tensor
     ) -> torch.Tensor:
@@ -103,14 +103,14 @@ _WANTS_POSITIONS = "cache_position" in inspect.signature(PhiForCausalLM.forward)
 
 def main() -> None:
     """Emit a row per number of streams."""
-    options = child.parse()
-    child.emit({"versions": child.versions("transformers")})
+    options = peers.parse()
+    peers.emit({"versions": peers.versions("transformers")})
     assert transformers.__version__
     with torch.no_grad():  # torch.compile's graphs do not go well with inference tensors
         model = build(options.shape, options.device)
         for streams in options.streams:
-            times = child.step_times(Decoding(model, streams, options).step, options)
-            child.emit(
+            times = peers.step_times(Decoding(model, streams, options).step, options)
+            peers.emit(
                 {"streams": streams, "step_ms": statistics.median(times), "steps": len(times)}
             )
 

@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import child
+from benchmarks import peers
 
 REPEATS = 5
 
 
-def configuration(shape: child.Shape) -> dict[str, Any]:
+def configuration(shape: peers.Shape) -> dict[str, Any]:
     """Return the decoder's config.json."""
     return {
         "architectures": ["PhiForCausalLM"],
@@ -38,7 +38,7 @@ def configuration(shape: child.Shape) -> dict[str, Any]:
     }
 
 
-def step_ms(model: Any, sampling: Any, streams: int, options: child.Options) -> float:
+def step_ms(model: Any, sampling: Any, streams: int, options: peers.Options) -> float:
     """Return median milliseconds of a step of `streams` different prompts."""
     prompts = [
         {"prompt_token_ids": [(row * 7919 + place) % 500 + 5 for place in range(options.context)]}
@@ -59,9 +59,9 @@ def step_ms(model: Any, sampling: Any, streams: int, options: child.Options) -> 
 
 def main() -> None:
     """Emit a row per number of streams."""
-    options = child.parse()
+    options = peers.parse()
     vllm: Any = importlib.import_module("vllm")
-    child.emit({"versions": {"vllm": str(vllm.__version__)}})
+    peers.emit({"versions": {"vllm": str(vllm.__version__)}})
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps(configuration(options.shape))
         (Path(folder) / "config.json").write_text(text)
@@ -75,7 +75,7 @@ def main() -> None:
         )
         for streams in options.streams:
             step = step_ms(model, vllm.SamplingParams, streams, options)
-            child.emit({"streams": streams, "step_ms": step, "steps": 4 * options.steps})
+            peers.emit({"streams": streams, "step_ms": step, "steps": 4 * options.steps})
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from tests.adapters import PeftAdapter
 from tests.e2e.scenes import two_shapes
 from tests.e2e.server import Server, until
 from tests.engine.models import hub_folder
-from tests.engine.models.decoder.asking import theirs
+from tests.engine.models.against_transformers import theirs
 from tests.engine.models.gguf import gguf_files
 from tests.grammar import Grammar, check
 from tests.hostile_images import file, smooth

@@ -7,7 +7,7 @@ from legato_engine.kv_cache.manager import KVCacheManager, PrefillWork
 from legato_engine.kv_cache.pools import IdPool
 from legato_engine.kv_cache.radix_tree import Namespace, RadixTree, TreeNode
 
-from tests.engine.kv_cache.lifecycle import PAGE, admit, decode, launch, release, sequence
+from tests.engine.kv_cache.test_manager import PAGE, admit, decode, launch, release, sequence
 from tests.fakes import FakeTask, make_sequence
 
 

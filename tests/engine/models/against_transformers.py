@@ -9,6 +9,7 @@ import torch
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import assemble
 from legato_engine.core.requests import make_sequence
+from legato_engine.models.decoder.frontend import TextFrontend
 from legato_engine.models.paged_attention import PrefillSpan
 from legato_engine.models.registry import resolve
 from legato_engine.sequence import tokens_of
@@ -22,6 +23,7 @@ from legato_engine.types import (
     SamplingParams,
 )
 
+from tests.engine.models import hub_folder
 from tests.engine.models.paged_session import PagedSession
 
 CPU = torch.device("cpu")
@@ -211,3 +213,32 @@ def check_greedy(name, folder, theirs, *, count, tokens=8, eos=0):
 
 def _fields(config):
     return {name: getattr(config, name) for name in config.__struct_fields__}
+
+
+# ---------------------------------------------------------------- asking
+# Tasks and prompts of a text model's questions.
+
+
+def task_of(folder, spec, **fields):
+    """The frontend's task for a request."""
+    frontend = resolve("phi", weights=str(folder)).frontend
+    assert isinstance(frontend, TextFrontend)
+    frontend.check()
+    return frontend.make_task(Request(request_id=RequestKey("r"), task=spec, **fields))
+
+
+def prompt_of(folder, question):
+    """Ids of a prompt."""
+    return [token.token_id for token in task_of(folder, QuerySpec(question=question)).prompt]
+
+
+def theirs(folder):
+    """The tokenizer as transformers uses it."""
+    from transformers import PreTrainedTokenizerFast  # takes seconds, not needed by most
+
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token=hub_folder.BOS,
+        eos_token=hub_folder.EOS,
+        chat_template=hub_folder.CHAT,
+    )

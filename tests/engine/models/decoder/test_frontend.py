@@ -25,7 +25,7 @@ from legato_engine.types import (
 )
 
 from tests.engine.models import hub_folder
-from tests.engine.models.decoder.asking import prompt_of, task_of, theirs
+from tests.engine.models.against_transformers import prompt_of, task_of, theirs
 
 IMAGE = CachedImageRef(image_id="any")
 

@@ -15,7 +15,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.models.decoder.template_process import TemplateProcess, TemplateRefused
 
 from tests.engine.models import hub_folder
-from tests.engine.models.decoder.asking import prompt_of
+from tests.engine.models.against_transformers import prompt_of
 
 GOOD = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos }}{% endfor %}"
 HELLO = [{"role": "user", "content": "hello"}]
