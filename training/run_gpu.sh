@@ -16,4 +16,4 @@ split -b 15m -d "$WORK/model/model.safetensors" "$WORK/results/weights/model.saf
 cp "$WORK/model/config.json" "$WORK/model/tokenizer.json" "$WORK/results/"
 "$PYTHON" -m legato_training.evaluate --model "$WORK/model" --out "$WORK/results/metrics.json" --scenes "$SCENES" \
   --batch "${EVAL_BATCH:-256}" "${device[@]}"
-"$PYTHON" -m legato_training.answers --model "$WORK/model" --out "$WORK/results/answers.png" "${device[@]}"
+"$PYTHON" -m legato_training.preview --model "$WORK/model" --out "$WORK/results/answers.png" "${device[@]}"

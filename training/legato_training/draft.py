@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from legato_training.art_sets import ART_SETS
 from legato_training.config import ModelConfig
-from legato_training.data import scene_loader
 from legato_training.export import load_exported
 from legato_training.model import LegatoTiny, TextBlock, gelu, rotate, slot_mask
 from legato_training.render import Renderer
-from legato_training.slots import CAPTION, LENGTH, SLOTS, STARTS
+from legato_training.slots import CAPTION, LENGTH, SLOTS, STARTS, scene_loader
 from legato_training.sprites import load_sprites
 from legato_training.vocabulary import ROOT
 

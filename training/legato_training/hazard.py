@@ -18,12 +18,12 @@ from legato_training.config import ModelConfig
 from legato_training.draft import add_adapter, save_adapter
 from legato_training.export import load_exported
 from legato_training.lexicon import COLOUR_NAMES, SHAPES, Lexicon, Phrase, lexicon
-from legato_training.losses import region_losses, token_loss
 from legato_training.model import LegatoTiny, slot_mask
 from legato_training.render import Renderer
 from legato_training.scenes import ShapeSampler, render_arrays
 from legato_training.slots import SLOTS, Packed, SlotBuilder, region_targets
 from legato_training.sprites import SpriteBook, shape_sprites
+from legato_training.train import region_losses, token_loss
 from legato_training.vocabulary import ROOT, Words
 
 WORD, PLURAL = "hazard", "hazards"

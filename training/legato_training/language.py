@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from legato_training.lexicon import COLOUR_NAMES, Lexicon, Phrase
-from legato_training.nouns import with_article
+from legato_training.lexicon import COLOUR_NAMES, Lexicon, Phrase, with_article
 from legato_training.scenes import BACKGROUNDS, Scene
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

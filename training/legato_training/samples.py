@@ -16,7 +16,7 @@ from PIL import Image, ImageFilter
 
 from legato_training.art import rasterise, svg_of
 from legato_training.art_sets import ART_SETS, find_icon
-from legato_training.nouns import all_nouns
+from legato_training.lexicon import all_nouns
 
 ART = next(art for art in ART_SETS if art.name == "fluent")
 SHARPNESS = 1024

@@ -11,16 +11,15 @@ from legato_engine.kernels.reference import concentration
 from legato_training import labelled
 from legato_training.art_sets import ART_SETS
 from legato_training.config import ModelConfig, engine_config
-from legato_training.data import scene_loader
 from legato_training.decode import Decoder
 from legato_training.language import Narrator
-from legato_training.losses import size_to_bin, soft_bins
 from legato_training.model import LegatoTiny, slot_mask
 from legato_training.reach import OCTAVES, PLACES, PRESENT, Question, keep, kept, masses, study
 from legato_training.render import Renderer
 from legato_training.scenes import CROP, ShapeSampler
-from legato_training.slots import DETECT_A, LENGTH, SLOTS, STARTS
+from legato_training.slots import DETECT_A, LENGTH, SLOTS, STARTS, scene_loader
 from legato_training.sprites import load_sprites, shape_sprites
+from legato_training.train import size_to_bin, soft_bins
 from legato_training.vocabulary import ROOT, Words
 
 SMALL = ModelConfig(
