@@ -16,7 +16,7 @@ from legato_engine.types import QueryOutput, QuerySpec, Request, RequestKey
 
 from benchmarks.serve import start
 from benchmarks.serve.contenders import Sample, echo_server, inside_server, one_each, recorded
-from benchmarks.serve.cost import row
+from benchmarks.serve.cost import _scaled, processes_text, row
 from benchmarks.serve.devices import servers
 from benchmarks.serve.echo import Answers
 from benchmarks.serve.hop import CLIENTS, compare
@@ -35,7 +35,6 @@ from benchmarks.serve.load import (
 )
 from benchmarks.serve.lone import STAGES, split
 from benchmarks.serve.lone import Call as LoneCall
-from benchmarks.serve.processes import _scaled, text
 
 # ---------------------------------------------------------------- load
 # Requests of callers, and figures of their calls.
@@ -320,10 +319,10 @@ def test_processes_are_compared_with_the_bare_server():
         2: [sample(900, 200), sample(400, 200), sample(90, 200)],
     }
     found = _scaled("Query", turns)
-    _, table = text(found)
+    _, table = processes_text(found)
     rows = [line.split(" | ") for line in table.splitlines()[2:]]
     assert [row[1:4] for row in rows] == [["bare", "500", "100%"], ["2", "400", "90%"]]
-    assert text([]) == ["Several processes were not measured."]
+    assert processes_text([]) == ["Several processes were not measured."]
 
 
 # ---------------------------------------------------------------- devices

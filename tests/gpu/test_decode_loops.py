@@ -29,7 +29,7 @@ from legato_engine.speculation import CostTable, TokenBudgetPolicy
 from legato_engine.types import RequestKey
 
 from benchmarks.decode.loops import Decodes, question, randomly, recorded
-from benchmarks.speculation.decode_paths import answer, both_paths, oracle, teach
+from benchmarks.speculation.drafting_paths import answer, both_paths, oracle, teach
 from benchmarks.speculation.run import with_settings
 from tests.adapters import random_adapter, safetensors_file
 from tests.engine.models import hub_folder

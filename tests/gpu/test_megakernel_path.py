@@ -18,7 +18,7 @@ from legato_engine.runtime.backend import Needs
 from legato_engine.runtime.graphs import Work
 
 from benchmarks.decode.loops import Decodes, question, randomly, recorded
-from benchmarks.speculation.decode_paths import Answers, answer
+from benchmarks.speculation.drafting_paths import Answers, answer
 from benchmarks.speculation.run import with_settings
 from tests.gpu.inputs import HOPPER
 from tests.loop_answers import Ask, results

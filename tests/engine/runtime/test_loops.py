@@ -33,8 +33,8 @@ from legato_engine.sequence import Constraint, Sequence
 from legato_engine.speculation import CostTable, TokenBudgetPolicy
 
 from benchmarks.decode.loops import Decodes, picture, question, randomly, recorded, skilled
-from benchmarks.speculation.decode_paths import Answers as DraftedAnswers
-from benchmarks.speculation.decode_paths import Paths, answer, both_paths, oracle, teach
+from benchmarks.speculation.drafting_paths import Answers as DraftedAnswers
+from benchmarks.speculation.drafting_paths import Paths, answer, both_paths, oracle, teach
 from benchmarks.speculation.oracle import OracleProposer
 from benchmarks.speculation.run import with_settings
 from tests.fakes import successor
