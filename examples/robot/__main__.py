@@ -17,7 +17,7 @@ from legato_client import AsyncClient, LegatoError
 from legato_client.cli.demo import LocalServer
 from legato_client.cli.settings import CommandError
 
-from examples.robot import overlay, report
+from examples.robot import report
 from examples.robot.drive import Clip, play
 from examples.robot.recording import Recording
 from examples.robot.scene import NOUNS, Scene, compose
@@ -105,10 +105,10 @@ def _write(
     text = report.markdown("A robot's camera through a session", setting, figures)
     (args.out / "robot.md").write_text(text)
     if recording.answers:
-        overlay.sheet(scene, recording).save(args.out / "robot.png", optimize=True)
+        report.sheet(scene, recording).save(args.out / "robot.png", optimize=True)
     if args.film:
-        images = overlay.film(scene, recording)
-        overlay.write_film(args.out / f"robot.{args.film}", images, args.fps)
+        images = report.film(scene, recording)
+        report.write_film(args.out / f"robot.{args.film}", images, args.fps)
     print(text)
 
 

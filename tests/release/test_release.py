@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from release import build, changelog, install, publish, versions
+from release import build, install, publish, versions
 from release.build import (
     ALL,
     CLIENT,
@@ -68,13 +68,13 @@ All notable changes.
 
 def test_the_changelog_has_the_form():
     """This repository's own, with something to release or a release."""
-    parsed = changelog.parse((ROOT / "CHANGELOG.md").read_text())
+    parsed = publish.parse_changelog((ROOT / "CHANGELOG.md").read_text())
     assert parsed.releases[0].body or parsed.latest
 
 
 def test_what_was_parsed_is_written_as_it_was():
     """Cutting a release changes no other line."""
-    assert changelog.parse(TEXT).text() == TEXT
+    assert publish.parse_changelog(TEXT).text() == TEXT
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_a_fault_is_named(old, new, fault):
     """Each rule finds the fault it is for."""
     assert old in TEXT
     with pytest.raises(ReleaseError) as raised:
-        changelog.parse(TEXT.replace(old, new))
+        publish.parse_changelog(TEXT.replace(old, new))
     assert fault in str(raised.value)
 
 
 def test_a_cut_dates_what_is_unreleased():
     """The entries become those of the version, and the links follow."""
-    parsed = changelog.parse(TEXT)
+    parsed = publish.parse_changelog(TEXT)
     parsed.cut("0.3.0", "2026-11-23")
-    cut = changelog.parse(parsed.text())
+    cut = publish.parse_changelog(parsed.text())
     assert [release.version for release in cut.releases[:3]] == ["Unreleased", "0.3.0", "0.2.0"]
     assert cut.latest is not None
     assert (cut.latest.version, cut.latest.date) == ("0.3.0", "2026-11-23")
@@ -112,7 +112,7 @@ def test_a_cut_dates_what_is_unreleased():
 
 def test_nothing_is_cut_from_nothing():
     """A release without entries is refused."""
-    parsed = changelog.parse(TEXT.replace("### Added\n\n- A thing.\n\n", ""))
+    parsed = publish.parse_changelog(TEXT.replace("### Added\n\n- A thing.\n\n", ""))
     with pytest.raises(ReleaseError, match=r"no entries under \[Unreleased\]"):
         parsed.cut("0.3.0", "2026-11-23")
 
@@ -181,7 +181,7 @@ def test_a_release_is_prepared_in_all_places(tree):
     grow(tree)
     publish.prepare(tree, "0.7.0", "2026-11-23")
     assert versions.version(tree) == "0.7.0"
-    log = changelog.parse((tree / "CHANGELOG.md").read_text())
+    log = publish.parse_changelog((tree / "CHANGELOG.md").read_text())
     assert log.latest is not None
     assert (log.latest.version, log.latest.date) == ("0.7.0", "2026-11-23")
     versions.check_baseline(tree, versions.revision(ROOT))
@@ -300,7 +300,7 @@ def test_go_gets_the_tagged_module(tmp_path):
         "GOWORK": "off",
         "GIT_CONFIG_COUNT": "1",
         "GIT_CONFIG_KEY_0": f"url.file://{clone}.insteadOf",
-        "GIT_CONFIG_VALUE_0": changelog.REPOSITORY,
+        "GIT_CONFIG_VALUE_0": publish.REPOSITORY,
     }
     robot = tmp_path / "robot"
     robot.mkdir()

@@ -12,7 +12,7 @@ import pytest
 from legato_client import Box, BoxAxes, Detection, TrackNow
 from PIL import Image
 
-from examples.robot import overlay, report
+from examples.robot import report
 from examples.robot.recording import Answer, Drop, Look, Recording, Sent
 from examples.robot.report import match, mean, overlap, percentile
 from examples.robot.scene import NOUNS as ALL_NOUNS
@@ -157,9 +157,9 @@ def test_a_moment_shows_truth_tracks_and_stale_boxes() -> None:
     """The image of that time is marked where things are, are expected, and were seen."""
     bare = SCENE.image(0.8)
     stale = list(SCENE.truth(0.4).values())
-    with_truth = overlay.moment(SCENE, 0.8, (), ())
-    with_tracks = overlay.moment(SCENE, 0.8, tracks_at(0.8), ())
-    with_all = overlay.moment(SCENE, 0.8, tracks_at(0.8), stale)
+    with_truth = report.moment(SCENE, 0.8, (), ())
+    with_tracks = report.moment(SCENE, 0.8, tracks_at(0.8), ())
+    with_all = report.moment(SCENE, 0.8, tracks_at(0.8), stale)
     assert len({p.tobytes() for p in (bare, with_truth, with_tracks, with_all)}) == 4
     left, top, _, _ = SCENE.truth(0.8)["bus"].to_pixels(*bare.size)
     assert with_truth.getpixel((left + 20, top)) == (255, 255, 255)
@@ -168,23 +168,23 @@ def test_a_moment_shows_truth_tracks_and_stale_boxes() -> None:
 @pytest.mark.parametrize(("count", "size"), [(2, (480, 386)), (6, (1456, 386)), (40, (1456, 780))])
 def test_the_sheet_has_a_tile_for_each_moment(count: int, size: tuple[int, int]) -> None:
     """At most six moments, three in a row; fewer answers make a smaller sheet."""
-    assert overlay.sheet(SCENE, recording(count=count)).size == size
+    assert report.sheet(SCENE, recording(count=count)).size == size
 
 
 def test_without_an_answer_there_is_no_sheet() -> None:
     """The error says so."""
     with pytest.raises(ValueError, match="no frame was answered"):
-        overlay.sheet(SCENE, Recording(NOUNS, 0))
+        report.sheet(SCENE, Recording(NOUNS, 0))
 
 
 def test_a_film_has_every_frame(tmp_path: Path) -> None:
     """One image a look; a GIF needs no tool, and another ending is refused."""
     path = tmp_path / "robot.gif"
-    overlay.write_film(path, overlay.film(SCENE, recording()), 10)
+    report.write_film(path, report.film(SCENE, recording()), 10)
     with Image.open(path) as film:
         assert getattr(film, "n_frames", 1) == 5
     with pytest.raises(ValueError, match=r"robot\.avi"):
-        overlay.write_film(tmp_path / "robot.avi", [], 10)
+        report.write_film(tmp_path / "robot.avi", [], 10)
 
 
 # ---------------------------------------------------------------- recording
