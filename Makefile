@@ -224,7 +224,7 @@ kill-run: | $(STAMP) ## 200 kills of the engine under load (ARGS="--kills 20 -- 
 	@$(PY) -m tests.e2e.kill_run $(ARGS)
 
 soak: | $(STAMP) ## a million random schedules of the scheduler, on all cores (ARGS="--schedules 50000" for fewer)
-	@$(PY) -m tests.engine.scheduler.soak $(ARGS)
+	@$(PY) -m tests.engine.scheduler.schedules $(ARGS)
 
 FUZZ_TARGETS := images wire http gguf weights adapter tokenizer settings config index hub manifest
 fuzz: | $(STAMP) ## coverage-guided fuzzing of images, messages, HTTP bodies and model files, two minutes each (ARGS="wire -max_total_time=600" for one)
@@ -237,7 +237,7 @@ else
 endif
 
 simulate: | $(STAMP) ## half a million histories of engine, callers and faults in virtual time (ARGS="--seeds 20000")
-	@$(PY) -m tests.simulation $(ARGS)
+	@$(PY) -m tests.simulation.run $(ARGS)
 
 soak-service: | $(STAMP) ## mixed traffic against a server for an hour (ARGS="--minutes 5 --uncancelled")
 	@$(PY) -m tests.faults.soak $(ARGS)

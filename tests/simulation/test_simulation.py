@@ -1,6 +1,7 @@
-"""Random load and faults on the engine and its connections: `python -m tests.simulation` has more.
+"""Random load and faults on the engine and its connections.
 
 Every history is checked: one end, no token lost, doubled or changed, all resources given back.
+`python -m tests.simulation.run` has more of them.
 """
 
 from __future__ import annotations

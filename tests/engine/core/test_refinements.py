@@ -28,7 +28,7 @@ from PIL import Image
 
 from tests.engine.core.world import World
 from tests.engine.models.moondream.refiner import scripted
-from tests.engine.models.moondream.refiner.heads import BRIGHT, DARK
+from tests.engine.models.moondream.refiner.scripted import BRIGHT, DARK
 from tests.engine.models.moondream.refiner.shapes import drawn, overlap
 
 WIDTH, HEIGHT = 160, 120

@@ -28,7 +28,7 @@ from legato_engine.errors import (
 from legato_engine.sequence import Sequence
 from legato_engine.types import FinishReason
 
-from tests.engine.scheduler import soak
+from tests.engine.scheduler import schedules
 from tests.engine.scheduler.schedules import Totals, run_all
 from tests.engine.scheduler.world import RandomBlocks, World
 from tests.fakes import FakeTask
@@ -95,7 +95,7 @@ def test_processes_change_nothing_but_the_time(capsys):
     """Two processes have the same totals as one."""
     last = []
     for processes in ("1", "2"):
-        assert soak.main(["--schedules", "90", "--first", "7", "--processes", processes]) == 0
+        assert schedules.main(["--schedules", "90", "--first", "7", "--processes", processes]) == 0
         last.append(capsys.readouterr().out.splitlines()[-1].split(": ", 1)[1])
     assert last[0] == last[1] == str(run_all(range(7, 97)))
 
@@ -103,8 +103,8 @@ def test_processes_change_nothing_but_the_time(capsys):
 @pytest.mark.parametrize(("total", "processes"), [(1, 16), (100, 1), (1_000_000, 16)])
 def test_parts_are_small_enough_to_end_together(total, processes):
     """No part is empty or too large."""
-    size = soak.part_size(total, processes)
-    assert 1 <= size <= soak.MAX_PART_SIZE
+    size = schedules.part_size(total, processes)
+    assert 1 <= size <= schedules.MAX_PART_SIZE
     assert size * processes <= max(total, processes)
 
 

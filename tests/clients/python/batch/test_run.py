@@ -29,7 +29,7 @@ from legato_client.batch.output import Line, Output, encode, file_name
 from legato_client.batch.tasks import parse, parse_all
 from PIL import Image
 
-from tests.clients.python.batch.conftest import read
+from tests.clients.python.conftest import read
 from tests.clients.python.fake_server import INFO, FakeServer, failure, retry_info
 from tests.e2e.server import until
 

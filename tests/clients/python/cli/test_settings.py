@@ -449,14 +449,6 @@ def type_in(terminal: int, keys: str, *, until: str) -> None:
 # What people type wrong, and what they are told.
 
 
-@pytest.fixture
-def image(tmp_path):
-    """An image file."""
-    path = tmp_path / "a.png"
-    Image.new("RGB", (200, 100), "white").save(path)
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("typed", "target"),
     [

@@ -21,8 +21,13 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.engine.models.moondream.refiner import heads
-from tests.engine.models.moondream.refiner.heads import BRIGHT, DARK, random_head, write_learnt_head
+from tests.engine.models.moondream.refiner import scripted
+from tests.engine.models.moondream.refiner.scripted import (
+    BRIGHT,
+    DARK,
+    random_head,
+    write_learnt_head,
+)
 from tests.engine.models.moondream.refiner.shapes import drawn, overlap
 
 CONFIG = tiny_random3_config()
@@ -196,10 +201,10 @@ def test_the_head_is_the_references():
     late, early, mask = given()
     one = late[0].double().numpy(), early[0].double().numpy(), mask[0].double().numpy()
     logits, ratings = head(head.fused(late, early), mask)
-    expected = heads.masks_of(weights, *one)
+    expected = scripted.masks_of(weights, *one)
     assert np.allclose(logits[0], expected[0], atol=2e-4)
     assert np.allclose(ratings[0], expected[1], atol=2e-5)
-    refined = heads.refine(weights, *one, 5)
+    refined = scripted.refine(weights, *one, 5)
     assert np.allclose(head.refine(late, early, mask, 5)[0], refined, atol=2e-4)
 
 
