@@ -123,12 +123,14 @@ def _delta(sequence: Sequence, request: ScheduledRequest, events: Many[Event]) -
     tokens = sequence.tokens[len(sequence.prompt) + request.num_sent_tokens :]
     request.num_sent_tokens += len(tokens)
     has_payload, count = sequence.task.has_payload, len(tokens)
-    logprobs = request.tokens[-count:] if sequence.request.logprobs else ()
+    logprobs: tuple[float, ...] = ()
+    if sequence.request.logprobs:
+        logprobs = tuple([each.logprob or 0.0 for each in request.tokens[-count:]])
     return OutputDelta(
         request_id=request.request_id,
         events=tuple(events),
         token_ids=tuple([token_id for token_id, _ in tokens]),
         payloads=tuple([payload for _, payload in tokens]) if has_payload else (),
-        logprobs=tuple([each.logprob or 0.0 for each in logprobs]),
+        logprobs=logprobs,
         certainties=tuple(sequence.certainties[-count:]) if has_payload else (),
     )

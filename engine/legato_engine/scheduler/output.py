@@ -87,7 +87,10 @@ class OutputProcessor:
             elif index < num_counted:
                 if index >= num_decodes:
                     self._prefilled(sequence, output.tokens[0])
-                self._process_all(record, row, output)
+                if sequence.task.grammar is None:
+                    self.process(sequence, output.tokens[0])
+                else:
+                    self._process_all(record, row, output)
         record.tokens = self.num_tokens - num_tokens
 
     def roll_back(self, record: StepRecord, *, before_loop: bool) -> None:
@@ -123,8 +126,10 @@ class OutputProcessor:
         pressed = record.launch.plan.under_pressure
         sequence, num_forced = row.sequence, len(row.forced)
         assert output.tokens, f"launch returned no token for live sequence {sequence.seq_id}"
-        num_drafted = max(0, output.num_drafted - num_forced)
-        num_accepted = max(0, len(output.tokens) - 1 - num_forced)
+        num_drafted, num_accepted = output.num_drafted, len(output.tokens) - 1
+        if num_forced:
+            num_drafted = max(0, num_drafted - num_forced)
+            num_accepted = max(0, num_accepted - num_forced)
         record.blocks.append(num_drafted)
         record.drafted += num_drafted
         record.accepted += num_accepted
@@ -150,21 +155,24 @@ class OutputProcessor:
 
         The latter have no keys and values, which is why they must be the last.
         """
-        sequence, num_forced = row.sequence, len(row.forced)
-        for index, token in enumerate(output.tokens):
+        sequence, num_processed = row.sequence, 0
+        for token in output.tokens:
             self.process(sequence, token)
-            record.forced += index < num_forced
+            num_processed += 1
             if sequence.finalized:
-                return
-        grammar = sequence.task.grammar
-        if grammar is None or sequence.task.has_payload or not (closing := grammar.closing()):
+                break
+        task = sequence.task
+        if task.grammar is None:
             return
+        record.forced += min(num_processed, len(row.forced))
+        closing = () if sequence.finalized or task.has_payload else task.grammar.closing()
         for token_id in closing:
             self.process(sequence, SampledToken.forced(token_id))
             record.forced += 1
             if sequence.finalized:
                 return
-        self.fail(sequence, InternalError("the task goes on after the end of its grammar"))
+        if closing:
+            self.fail(sequence, InternalError("the task goes on after the end of its grammar"))
 
     def process(self, sequence: Sequence, token: SampledToken) -> None:
         task = sequence.task

@@ -280,10 +280,12 @@ class Scheduler:
         counted = () if plan.is_loop else plan.counted_rows  # a loop's steps count as they are read
         for sequence, position, num_tokens, _, num_drafts, _, forced in counted:
             progress = sequence.progress
-            progress.num_launched += 1 + len(forced)
+            progress.num_launched += 1
             progress.last_position = position + num_tokens
             if num_drafts:
                 progress.inflight_drafts += num_drafts
+            if forced:
+                progress.num_launched += len(forced)
         if plan.kind is not LaunchKind.DECODE:
             self._start_prefills(plan)
         self._records.append(StepRecord(launch, plan_start, plan_end, self._clock.perf_ns()))
