@@ -121,7 +121,7 @@ def test_inputs_in_two_rounds_are_as_exact_as_torch(
 ) -> None:
     """The first half of all inputs in registers; tokens at a tile's end have their own bits."""
     monkeypatch.setattr(skinny_gemm, "held_rounds", lambda inputs, *_: 1 + (inputs > 512))
-    halved = world_of(plain(SMALL | {"dim": 768, "num_heads": 12}), CPU)
+    halved = world_of(plain(SMALL | {"dim": 640, "num_heads": 10}), CPU)
     test_kernels.a_step_is_as_exact_as_torch(halved, batch)
     test_kernels.a_row_has_the_same_bits_in_any_batch(halved, (9,), rows=(7, 8))
 
