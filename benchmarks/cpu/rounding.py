@@ -227,6 +227,7 @@ def text_cost(weights: Path, form: str) -> TextCost:
 def _text_model(weights: Path, form: str) -> tuple[DecoderModel, list[int]]:
     """Load a model in a form, and the tokens of the text."""
     import torch
+    from legato_engine.config import LoadOptions
     from legato_engine.kernels.map_codes import KINDS
     from legato_engine.kernels.step import StepMap
     from legato_engine.layers.linear import Linear
@@ -235,7 +236,7 @@ def _text_model(weights: Path, form: str) -> tuple[DecoderModel, list[int]]:
     from legato_engine.models.decoder.model import DecoderModel, load_weights
     from legato_engine.models.decoder.tokenizer import TextTokenizer
     from legato_engine.models.gguf import read_gguf
-    from legato_engine.models.registry import DEFAULT, LoadOptions, resolve
+    from legato_engine.models.registry import DEFAULT, resolve
 
     bundle = resolve(DEFAULT, str(weights), max_context=1024)
     assert isinstance(bundle, DecoderBundle), "a GGUF file is a text model"

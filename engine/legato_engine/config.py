@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 
 import msgspec
 
@@ -163,3 +165,29 @@ def max_block_size(setting: str) -> int:
             field="speculation",
         )
     return 0
+
+
+# ---------------------------------------------------------------- weights
+
+Progress = Callable[[float], None]
+"""Called with the fraction done, which rises to 1."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Form in which weights are loaded, and the `memory` that they may take (None: unlimited).
+
+    `kv_dtype`: keys and values as `fp8`, in the dtype of the `model`, or (`auto`) as fp8 if the
+    weights have scales. `weight_dtype`: of linear layers, on a CPU as `packed_weights.pack`, on a
+    GPU as `KINDS`, or `stored` for the blocks of a GGUF file. `cpu_kernels`: as `EngineConfig`.
+    """
+
+    vision_fp8: bool = False
+    kv_dtype: str = "auto"
+    weight_dtype: str = "auto"
+    cpu_kernels: str = "auto"
+    memory: int | None = None
+    progress: Progress = lambda fraction: None
+
+
+LOAD_DEFAULTS = LoadOptions()

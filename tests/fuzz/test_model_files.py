@@ -24,6 +24,7 @@ import pytest
 import safetensors.torch
 import torch
 from huggingface_hub import constants, file_download
+from legato_engine.config import LoadOptions
 from legato_engine.errors import AdapterUnusable, InvalidField
 from legato_engine.hub import download, store
 from legato_engine.hub.store import INDEX, Published, RepositoryFiles
@@ -34,7 +35,7 @@ from legato_engine.models.checkpoint import headers, opened
 from legato_engine.models.gguf import read_gguf
 from legato_engine.models.moondream.adapters import parse_adapter
 from legato_engine.models.moondream.presets import tiny_random_config
-from legato_engine.models.registry import LoadOptions, resolve
+from legato_engine.models.registry import resolve
 
 from tests.adapters import random_adapter, safetensors_file, torch_file
 from tests.engine.hub.fake_hub import COMMIT, FakeHub

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cuda.bindings import runtime
+from legato_engine.config import LoadOptions
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.cuda import gemm
@@ -27,7 +28,7 @@ from legato_engine.models.decoder.model import DecoderModel, DecoderNetwork
 from legato_engine.models.moondream.presets import tiny_random_config
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.models.paged_attention import DecodeBatch, KVCache
-from legato_engine.models.registry import LoadOptions, resolve
+from legato_engine.models.registry import resolve
 
 from benchmarks.decode.text_step import MODELS
 from tests.engine.kernels.cases import BLOCKS, random_codes

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from legato_engine.config import LoadOptions
 from legato_engine.device.base import Stream
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels.map_codes import KINDS
@@ -19,7 +20,7 @@ from legato_engine.kernels.step import StepMap, has_step_kernels
 from legato_engine.layers.attention import HeadPlan
 from legato_engine.layers.linear import Linear
 from legato_engine.models.qwen3_vl.model import Qwen3VLModel
-from legato_engine.models.registry import LoadOptions, resolve
+from legato_engine.models.registry import resolve
 from legato_engine.types import AnswerFormat, DetectSpec, FinishReason, PointSpec, QuerySpec
 
 from tests.adapters import PeftAdapter

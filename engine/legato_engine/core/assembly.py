@@ -11,7 +11,7 @@ import structlog
 import torch
 from PIL import Image
 
-from legato_engine.config import RESIDENT_PATH, STORED, EngineConfig, check
+from legato_engine.config import RESIDENT_PATH, STORED, EngineConfig, LoadOptions, check
 from legato_engine.core.adapters import AdapterStore
 from legato_engine.core.engine_core import EngineCore
 from legato_engine.core.leases import LeaseHandler
@@ -275,7 +275,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
     dtype = _dtype(config.dtype, device)
     folders = _adapter_folders(config, bundle)
     free = device.free_memory()
-    options = registry.LoadOptions(
+    options = LoadOptions(
         vision_fp8=config.vision_dtype == "fp8",
         kv_dtype=config.kv_dtype,
         weight_dtype=_weight_dtype(config, device),

@@ -23,8 +23,6 @@ from legato_engine.types import MaskOutline
 if TYPE_CHECKING:
     from legato_engine.kernels.accelerated import RowTensors, SampledTokens
     from legato_engine.kernels.decode_loop import MegakernelOffer
-    from legato_engine.models.decoder.model import DecoderNetwork
-    from legato_engine.models.moondream.text import Text
     from legato_engine.speculation import BlockPolicy
 
 
@@ -184,6 +182,20 @@ class MaskRefiner(Protocol):
 # of an image, K features of each.
 
 
+class Decoder(Protocol):
+    """Layers and head of a model, as the methods of `Model` with these names."""
+
+    def prefill(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> torch.Tensor: ...
+
+    def chunk(self, x_TD: torch.Tensor, chunk: Chunk, kv: KVCache) -> torch.Tensor: ...
+
+    def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None: ...
+
+    def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor: ...
+
+    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor: ...
+
+
 class Model(abc.ABC):
     """An architecture with its weights on a device. All methods run on the compute stream.
 
@@ -193,7 +205,7 @@ class Model(abc.ABC):
     Methods that are not abstract are optional capabilities, by default absent.
     """
 
-    _decoder: Text | DecoderNetwork  # runs prompts and steps
+    _decoder: Decoder  # runs prompts and steps
     constraints: tuple[Constraint, ...]  # index 0 allows every token
     num_layers: int
     num_kv_heads: int

@@ -17,10 +17,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from legato_engine.config import LOAD_DEFAULTS, LoadOptions, Progress
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.map_codes import CodeFormat, WeightKind
 from legato_engine.models.gguf import ROPE_FACTORS, GgufFile, is_gguf, read_gguf
-from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions, Progress
 from legato_engine.models.untrusted import refusing
 
 _SINGLE_FILE = "model.safetensors"

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import save_file
 
+from legato_engine import config
 from legato_engine.errors import InvalidField, LegatoError
 from legato_engine.hub.store import quantize_parser
 from legato_engine.images.decoding import decode_encoded
@@ -52,7 +53,7 @@ _SETTINGS = (
 
 
 def write(
-    bundle: ModelBundle, code_format: CodeFormat, output: Path, progress: registry.Progress
+    bundle: ModelBundle, code_format: CodeFormat, output: Path, progress: config.Progress
 ) -> int:
     """Quantise a bundle's checkpoint into a file, and return its bytes.
 
@@ -77,7 +78,7 @@ def write(
 
 
 def calibrate(
-    bundle: ModelBundle, folder: Path, limit: float, output: Path, progress: registry.Progress
+    bundle: ModelBundle, folder: Path, limit: float, output: Path, progress: config.Progress
 ) -> str:
     """Calibrate a vision tower for fp8 into a file, and return what that found.
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from legato_engine.config import Progress
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.map_codes import GROUPS, KINDS, CodeFormat, WeightKind, format_of
 from legato_engine.models import checkpoint
 from legato_engine.models.checkpoint import TensorHeader
 from legato_engine.models.gguf import is_gguf
-from legato_engine.models.registry import Progress
 from legato_engine.models.untrusted import reason
 
 _VERSION = 1

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from legato_engine.config import MODELS
+from legato_engine.config import LOAD_DEFAULTS, MODELS, LoadOptions
 from legato_engine.errors import ModelNotFound
 from legato_engine.hub import store
 from legato_engine.models.frontend import ModelFrontend
@@ -57,30 +57,6 @@ class ModelSource:
     tokenizer: str = ""
     random_weights: bool = False
     max_context: int = 0
-
-
-Progress = Callable[[float], None]
-"""Called with the fraction done, which rises to 1."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """Form in which weights are loaded, and the `memory` that they may take (None: unlimited).
-
-    `kv_dtype`: keys and values as `fp8`, in the dtype of the `model`, or (`auto`) as fp8 if the
-    weights have scales. `weight_dtype`: of linear layers, on a CPU as `packed_weights.pack`, on a
-    GPU as `KINDS`, or `stored` for the blocks of a GGUF file. `cpu_kernels`: as `EngineConfig`.
-    """
-
-    vision_fp8: bool = False
-    kv_dtype: str = "auto"
-    weight_dtype: str = "auto"
-    cpu_kernels: str = "auto"
-    memory: int | None = None
-    progress: Progress = lambda fraction: None
-
-
-LOAD_DEFAULTS = LoadOptions()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 import torch
+from legato_engine.config import LoadOptions
 from legato_engine.errors import InternalError, InvalidField
 from legato_engine.models import checkpoint, untrusted
 from legato_engine.models.checkpoint import Destination, headers
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
-from legato_engine.models.registry import LoadOptions
 from legato_engine.models.untrusted import check_tokenizer, encoding, refusing, start_check
 from safetensors.torch import save_file
 from torch import nn

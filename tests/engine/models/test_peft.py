@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from legato_engine.config import LoadOptions
 from legato_engine.errors import AdapterUnusable
-from legato_engine.models.registry import LoadOptions, resolve
+from legato_engine.models.registry import resolve
 from safetensors.torch import save
 
 from tests.adapters import ALL, PeftAdapter

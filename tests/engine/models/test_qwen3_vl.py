@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from legato_engine.config import LoadOptions
 from legato_engine.errors import InvalidField, PromptTooLong, TaskUnsupported
 from legato_engine.kernels.map_codes import KINDS as KINDS_OF_WEIGHTS
 from legato_engine.kernels.map_codes import format_of, map_codes
@@ -26,7 +27,7 @@ from legato_engine.models.qwen3_vl.config import TowerConfig
 from legato_engine.models.qwen3_vl.model import Qwen3VLModel, Qwen3VLNetwork
 from legato_engine.models.qwen3_vl.processor import joined, patched
 from legato_engine.models.qwen3_vl.vision import patch_values
-from legato_engine.models.registry import LoadOptions, resolve
+from legato_engine.models.registry import resolve
 from legato_engine.runtime.torch_backend import ImageFeatures
 from legato_engine.scheduler.batch import StepRecord
 from legato_engine.sequence import Grammar, SampledToken

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from legato_engine.config import STORED
+from legato_engine.config import LOAD_DEFAULTS, STORED, LoadOptions
 from legato_engine.errors import InvalidField
 from legato_engine.kernels import ops
 from legato_engine.kernels.cpu import decoder as cpu
@@ -55,7 +55,7 @@ from legato_engine.models.decoder.model import (
 from legato_engine.models.decoder.tokenizer import TextTokenizer
 from legato_engine.models.gguf import is_gguf, read_gguf
 from legato_engine.models.recipe import Quantisation, Recipe, require_plain
-from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions, ModelBundle, ModelSource
+from legato_engine.models.registry import ModelBundle, ModelSource
 from legato_engine.models.untrusted import refusing
 
 DEFAULT_CONTEXT = 8192

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from legato_engine.config import LOAD_DEFAULTS, LoadOptions, Progress
 from legato_engine.errors import InvalidField
 from legato_engine.kernels import ops, packed_weights
 from legato_engine.kernels.cpu import decoder as cpu
@@ -57,7 +58,6 @@ from legato_engine.models.paged_attention import (
     step_metadata,
 )
 from legato_engine.models.recipe import Quantisation, QuantisedMaps
-from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions, Progress
 
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")  # in old checkpoints; `Rope` computes it
 _HEAD = "lm_head.weight"

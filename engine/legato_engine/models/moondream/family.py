@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from legato_engine.config import LOAD_DEFAULTS, LoadOptions
 from legato_engine.errors import InvalidField, ModelNotFound
 from legato_engine.models.confidence import read_calibrations
 from legato_engine.models.moondream import presets
 from legato_engine.models.moondream.config import MoondreamConfig, parse_config
 from legato_engine.models.moondream.frontend import MoondreamFrontend
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer, StandInTokenizer
-from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions, ModelBundle, ModelSource
+from legato_engine.models.registry import ModelBundle, ModelSource
 from legato_engine.models.text import Vocabulary
 
 if TYPE_CHECKING:

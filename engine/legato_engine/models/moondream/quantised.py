@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from legato_engine.config import LoadOptions, Progress
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.map_codes import CodeFormat, MapCodes
 from legato_engine.kernels.step import FoldedCodes
@@ -23,7 +24,6 @@ from legato_engine.models.moondream.weights import (
     stored_experts,
 )
 from legato_engine.models.recipe import Quantisation
-from legato_engine.models.registry import LoadOptions, Progress
 
 _CPU = torch.device("cpu")
 

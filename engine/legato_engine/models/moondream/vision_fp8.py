@@ -19,11 +19,11 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from legato_engine.config import Progress
 from legato_engine.errors import InvalidField
 from legato_engine.layers.fp8 import Centres
 from legato_engine.models import checkpoint
 from legato_engine.models.moondream.vision import Vision
-from legato_engine.models.registry import Progress
 from legato_engine.models.untrusted import reason, refusing
 
 FILE_NAME = "vision_fp8.safetensors"

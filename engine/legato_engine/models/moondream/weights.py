@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from legato_engine.config import LOAD_DEFAULTS, LoadOptions
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.map_codes import ROW_KINDS, CodeFormat, WeightKind, format_of
 from legato_engine.models import checkpoint
@@ -26,7 +27,6 @@ from legato_engine.models.checkpoint import (
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import Network
 from legato_engine.models.recipe import QuantisedMaps
-from legato_engine.models.registry import LOAD_DEFAULTS, LoadOptions
 
 _TOWER = r"vision_encoder\.encoder\.model\.visual\."
 _LAYER = r"text_model\.transformer\.h\.(\d+)\."

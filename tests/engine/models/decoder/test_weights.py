@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from legato_engine.config import LoadOptions
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.map_codes import KINDS, WeightKind, format_of, map_codes
 from legato_engine.layers.linear import Linear
 from legato_engine.models import quantise
 from legato_engine.models.checkpoint import metadata
 from legato_engine.models.decoder.model import load_weights
-from legato_engine.models.registry import LoadOptions, resolve
+from legato_engine.models.registry import resolve
 from legato_engine.types import PromptToken
 from safetensors.torch import load_file, save_file
 

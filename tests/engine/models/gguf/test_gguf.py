@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import structlog
 import torch
+from legato_engine.config import LoadOptions
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.map_codes import WeightKind
 from legato_engine.layers.linear import Linear
@@ -30,7 +31,7 @@ from legato_engine.models.gguf import (
     dequantise,
     read_gguf,
 )
-from legato_engine.models.registry import LoadOptions, resolve
+from legato_engine.models.registry import resolve
 from legato_engine.sequence import SampledToken
 from legato_engine.types import FinishReason, PromptToken, QuerySpec, Request, RequestKey
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from legato_engine.config import LoadOptions
 from legato_engine.kernels.cpu.library import library
 from legato_engine.models import registry
 from legato_engine.models.moondream.frontend import MoondreamFrontend, Prompts
@@ -428,9 +429,7 @@ def test_a_second_encoder_leaves_the_tile_counters_of_the_first(tiny_model):
 
 def encoder(kernels):
     bundle: Any = registry.resolve("random-tiny")
-    model: Any = bundle.load(
-        torch.device("cpu"), torch.float32, registry.LoadOptions(cpu_kernels=kernels)
-    )
+    model: Any = bundle.load(torch.device("cpu"), torch.float32, LoadOptions(cpu_kernels=kernels))
     return model._network.vision, bundle.config.vision
 
 

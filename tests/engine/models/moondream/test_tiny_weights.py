@@ -13,6 +13,7 @@ from typing import NamedTuple
 import legato_tiny
 import pytest
 import torch
+from legato_engine.config import LoadOptions
 from legato_engine.errors import InvalidField
 from legato_engine.kernels import map_codes
 from legato_engine.kernels.cpu.library import library
@@ -25,7 +26,7 @@ from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.tasks import Allow
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
 from legato_engine.models.moondream.weights import load_weights
-from legato_engine.models.registry import LoadOptions, resolve
+from legato_engine.models.registry import resolve
 from legato_engine.types import CaptionLength, ImageProperties
 from PIL import Image
 from safetensors import safe_open

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from legato_engine.config import LoadOptions
 from legato_engine.errors import InvalidField
 from legato_engine.kernels.map_codes import KINDS, WeightKind, format_of
 from legato_engine.layers.mlp import MoE
@@ -27,7 +28,7 @@ from legato_engine.models.moondream.presets import (
 )
 from legato_engine.models.moondream.weights import load_weights, random_weights
 from legato_engine.models.paged_attention import KVCache, PrefillSpan
-from legato_engine.models.registry import LoadOptions, resolve
+from legato_engine.models.registry import resolve
 from safetensors.torch import save_file
 
 from tests.engine.models.moondream.published import layout_a, layout_b, quantised
