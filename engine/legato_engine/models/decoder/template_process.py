@@ -6,10 +6,12 @@ import atexit
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from legato_engine.errors import InternalError
 _CHILD = Path(__file__).with_name("template_child.py")
 _START_SECONDS = 120.0  # to load the libraries
 _REPLY_SECONDS = 10.0  # for the child, whose own limit is of processor time
+_MAX_REPLY = 256 << 20  # bytes, the memory that a template may take
+_READ_BYTES = 1 << 20
 
 Message = dict[str, Any]
 """A role and its content: a text, or parts of several types."""
@@ -121,16 +125,17 @@ class TemplateProcess:
 
 
 def _receive(child: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
-    """Receive a message; kill a child that does not send it in time."""
+    """Receive a message. Raises OSError without a whole one in time and of `_MAX_REPLY`."""
     assert child.stdout is not None
-    timer = threading.Timer(seconds, os.killpg, (child.pid, signal.SIGKILL))
-    timer.start()
-    try:
-        line = child.stdout.readline()
-    finally:
-        timer.cancel()
-    if not line.endswith(b"\n"):
-        raise OSError(f"it died, or did not reply within {seconds:g} s")
+    file, line, end = child.stdout.fileno(), bytearray(), time.monotonic() + seconds
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    while not line.endswith(b"\n"):
+        in_time = poll.poll(max(0.0, end - time.monotonic()) * 1000)
+        part = os.read(file, _READ_BYTES) if in_time and len(line) <= _MAX_REPLY else b""
+        if not part:
+            raise OSError(f"it died, or did not reply within {seconds:g} s")
+        line += part
     reply: dict[str, Any] = json.loads(line)
     return reply
 
