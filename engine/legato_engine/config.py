@@ -46,11 +46,13 @@ DECODE_PATHS = (AUTO_PATH, "graph", *LOOP_PATHS)
 STORED = "stored"
 WEIGHT_DTYPES = ("auto", "model", "packed", "fp8", "int8", "int4", STORED)
 CPU_KERNELS = ("auto", "torch")
+JPEG_DECODERS = ("cpu", "gpu")
 _CHOICES = {
     "decode_path": DECODE_PATHS,
     "latency_policy": LATENCY_POLICIES,
     "dtype": ("auto", "f32", "bf16"),
     "vision_dtype": ("auto", "fp8"),
+    "jpeg_decoder": JPEG_DECODERS,
     "kv_dtype": ("auto", "model", "fp8"),
     "weight_dtype": WEIGHT_DTYPES,
     "cpu_kernels": CPU_KERNELS,
@@ -108,6 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str = "auto"  # auto (fp8 if the weights have scales), model (as dtype), fp8
     weight_dtype: str = "auto"  # of linear layers: model, packed and fp8 (GPU), int8, int4, stored
     cpu_kernels: str = "auto"  # auto (Legato's, which the CPU's own compiler makes), torch
+    jpeg_decoder: str = "cpu"  # cpu (libjpeg-turbo), gpu (nvJPEG, through torchvision)
     max_image_pixels: int = 40_000_000
     image_cache_bytes: int = 256 * 1024 * 1024
     image_quota_bytes: int = 256 * 1024 * 1024

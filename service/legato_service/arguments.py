@@ -12,6 +12,7 @@ import msgspec
 from legato_engine.config import (
     CPU_KERNELS,
     DECODE_PATHS,
+    JPEG_DECODERS,
     LATENCY_POLICIES,
     MAX_ADAPTER_RANK,
     MODELS,
@@ -118,6 +119,9 @@ def add_device(group: argparse._ArgumentGroup) -> None:
     add("--cpu-kernels", choices=CPU_KERNELS,
         help="kernels of layers on a CPU; auto: Legato's own if there is a C++ compiler, else "
         "torch's")
+    add("--jpeg-decoder", choices=JPEG_DECODERS,
+        help="decoder of plain JPEGs up to 4 megapixels; gpu: nvJPEG, which needs torchvision; "
+        "its pixels may differ a little")
     add("--threads", metavar="N", type=whole, help="number of CPU threads; 0: one for each core")
     add("--latency-policy", choices=LATENCY_POLICIES,
         help="low-latency: spend CPU time to respond sooner (busy polling); shared: leave cores to "

@@ -5,7 +5,9 @@ Shape legend: N crops, T tokens, P values of a patch, D vision width.
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
+import io
 from collections.abc import Iterator
 from functools import partial
 
@@ -15,8 +17,11 @@ import pytest
 import torch
 from legato_engine.config import EngineConfig
 from legato_engine.core.assembly import assemble
-from legato_engine.device.cuda import CudaDevice
-from legato_engine.images.memory import PixelMemory
+from legato_engine.device.cuda import CudaDevice, JpegDecoder
+from legato_engine.images.decoding import decode_baseline
+from legato_engine.images.headers import inspect
+from legato_engine.images.memory import PixelMemory, Pixels
+from legato_engine.ipc.messages import Done
 from legato_engine.kernels.accelerated import ImagePipeline, StitchPool
 from legato_engine.kernels.images import (
     MAX_WORDS,
@@ -34,7 +39,7 @@ from legato_engine.models.moondream.vision import Vision, patches
 from legato_engine.models.moondream.weights import random_weights
 from legato_engine.runtime.graphs import GraphRunner
 from legato_engine.runtime.model_runner import RefineStep
-from legato_engine.types import QuerySpec, SamplingParams
+from legato_engine.types import EncodedImage, QuerySpec, SamplingParams
 from PIL import Image
 
 from tests.engine.core.test_refinements import HEIGHT, WIDTH, ask, outline, truth
@@ -338,3 +343,95 @@ def test_a_crop_has_the_same_bits_in_any_batch(count):
         part = slice(first, first + count)
         assert torch.equal(out_NTD[part], whole_NTD[part])
     device.close()
+
+
+# ---------------------------------------------------------------- JPEGs
+
+
+@pytest.fixture(scope="module")
+def jpeg_decoder():
+    pytest.importorskip("torchvision")
+    return JpegDecoder(torch.device("cuda", 0))
+
+
+def jpeg(height: int, width: int, seed: int = 0, **options: object) -> bytes:
+    """A photograph of clouds: smooth noise."""
+    rng = np.random.default_rng(seed)
+    small_HWC = rng.integers(0, 256, (height // 16 + 2, width // 16 + 2, 3), dtype=np.uint8)
+    image = Image.fromarray(small_HWC).resize((width, height), Image.Resampling.BICUBIC)
+    image = image.convert(str(options.pop("mode", "RGB")))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=90, **options)
+    return file.getvalue()
+
+
+def decoded(data: bytes, *decoder: JpegDecoder) -> Pixels:
+    header = inspect(data, max_pixels=1 << 22, max_bytes=len(data))
+    assert header.is_baseline
+    pixels_HWC = decode_baseline(data, header, PINNED.allocate, *decoder)
+    assert pixels_HWC is not None
+    return pixels_HWC
+
+
+PINNED = PixelMemory(np.zeros(1 << 25, np.uint8))
+
+
+@pytest.mark.parametrize("size", [(600, 850), (1, 1), (17, 33), (2048, 2048)])
+@pytest.mark.parametrize(
+    "options", [{"subsampling": 0}, {"subsampling": 2}, {"mode": "L"}, {"exif": b"turned"}], ids=str
+)
+def test_nvjpeg_shows_what_libjpeg_shows(jpeg_decoder, options, size):
+    """Also grey images, turned ones and those with colours at half the resolution."""
+    if "exif" in options:
+        turned = Image.Exif()
+        turned[274] = 6
+        options = {"exif": turned}
+    data = jpeg(*size, **options)
+    ours_HWC, truth_HWC = decoded(data, jpeg_decoder), decoded(data)
+    assert ours_HWC.shape == truth_HWC.shape
+    errors_HWC = np.abs(ours_HWC.astype(int) - truth_HWC.astype(int))
+    assert errors_HWC.mean() < 2
+
+
+def test_a_broken_file_is_left_to_others_and_harms_no_later_one(jpeg_decoder):
+    """A file without its scan, and one of another size, are not decoded; the next one is."""
+    data = jpeg(600, 850)
+    expected_HWC = decoded(data, jpeg_decoder)
+    for broken, size in ((data[:300], (600, 850, 3)), (b"JPEG", (8, 8, 3)), (data, (850, 600, 3))):
+        assert not jpeg_decoder(broken, np.empty(size, np.uint8))
+        assert np.array_equal(decoded(data, jpeg_decoder), expected_HWC)
+    cut_HWC = np.empty((600, 850, 3), np.uint8)
+    jpeg_decoder(data[: len(data) // 2], cut_HWC)  # may go well
+    assert np.array_equal(decoded(data, jpeg_decoder), expected_HWC)
+
+
+def test_threads_share_a_decoder_that_allocates_nothing(jpeg_decoder):
+    """Images of all sizes come out as those of one thread, without a further device allocation."""
+    files = [jpeg(100 + 83 * index, 2000 - 77 * index, index) for index in range(16)]
+    expected = [decoded(data, jpeg_decoder) for data in files]
+    reserved = torch.cuda.memory_reserved()
+    with concurrent.futures.ThreadPoolExecutor(1) as one:
+        again = list(one.map(decoded, files, [jpeg_decoder] * len(files)))
+    assert torch.cuda.memory_reserved() == reserved
+    with concurrent.futures.ThreadPoolExecutor(4) as four:
+        shared = list(four.map(decoded, files * 4, [jpeg_decoder] * len(files) * 4))
+    assert all(np.array_equal(*each) for each in zip(again, expected, strict=True))
+    assert all(np.array_equal(*each) for each in zip(shared, expected * 4, strict=True))
+
+
+def test_an_engine_with_nvjpeg_answers():
+    """A new image is decoded inline, a second one on a thread beside the first one's answer."""
+    pytest.importorskip("torchvision")
+    config = EngineConfig(
+        model="legato-tiny", device="cuda", jpeg_decoder="gpu", max_running=4, log_level="warning"
+    )
+    made = assemble(config)
+    world = World(made)
+    for name in "ab":
+        blob = world.blobs.put(jpeg(480, 640, ord(name)))
+        image = EncodedImage(blob=blob, mime_type="image/jpeg")
+        world.submit(name, QuerySpec(question="What is there?"), image)
+    assert all(isinstance(each, Done) for each in world.run("a", "b"))
+    assert world.core.load().images_cached == 2
+    world.close()
+    made.device.close()

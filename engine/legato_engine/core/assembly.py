@@ -25,6 +25,7 @@ from legato_engine.device.host import available_memory
 from legato_engine.device.select import open_device
 from legato_engine.errors import InvalidField
 from legato_engine.images.cache import ImageCache, ImageKey, ImageLeases
+from legato_engine.images.decoding import DecodeJpeg, decode_by_libjpeg
 from legato_engine.images.memory import PixelMemory, Pixels, host_slab, image_quota
 from legato_engine.ipc.messages import EngineOutput, ServedModel
 from legato_engine.kernels.accelerated import missing_kernels
@@ -101,6 +102,7 @@ class Assembly:
     bank: AdapterBank | None  # None if the engine takes no adapters
     draft: Path | None
     refiner: MaskRefiner | None
+    decode_jpeg: DecodeJpeg
 
     @property
     def info(self) -> ServedModel:
@@ -197,6 +199,7 @@ class Assembly:
             threads=config.preprocess_threads,
             memory=PixelMemory(self._pixel_slab(config.image_cache_bytes + _UNCACHED_PIXELS)),
             max_inline_pixels=_MAX_INLINE_PIXELS if self.runner.encodes_images else 0,
+            decode_jpeg=self.decode_jpeg,
         )
         if self.frontend.max_images:
             preprocessor.warm_up()
@@ -263,6 +266,7 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
     device = open_device(config.device, config.threads)
     if missing := missing_kernels(device.torch_device):
         _log.info("missing_kernels", device=device.name, reasons=missing)
+    decode_jpeg = _jpeg_decoder(config, device)
     bundle = registry.resolve(
         config.model,
         weights=config.weights,
@@ -289,7 +293,13 @@ def assemble(config: EngineConfig, progress: Progress = lambda stage, fraction: 
     progress("warm-up", _WEIGHTS_FROM + _WEIGHTS_SHARE)
     warm, rest = _WEIGHTS_FROM + _WEIGHTS_SHARE, 1.0 - _WEIGHTS_FROM - _WEIGHTS_SHARE
     assembly = _with_runner(
-        config, bundle, model, device, folders, lambda done: progress("warm-up", warm + done * rest)
+        config,
+        bundle,
+        model,
+        device,
+        folders,
+        decode_jpeg,
+        lambda done: progress("warm-up", warm + done * rest),
     )
     progress("ready", 1.0)
     return assembly
@@ -301,6 +311,7 @@ def _with_runner(
     model: Model,
     device: Device,
     folders: tuple[Path, ...],
+    decode_jpeg: DecodeJpeg,
     progress: Callable[[float], None],
 ) -> Assembly:
     # Allocated before the KV cache, which gets a fraction of the free memory.
@@ -340,6 +351,7 @@ def _with_runner(
         bank,
         bundle.draft,
         refiner,
+        decode_jpeg,
     )
     warm_up(frontend, assembly.scheduler(SilentSink(), pipeline_depth=assembly.pipeline_depth))
     return assembly
@@ -380,6 +392,17 @@ def _weight_dtype(config: EngineConfig, device: Device) -> str:
         problem = f"weights in {name} need a GPU, not {device.name}: use int8 or model"
         raise InvalidField(problem, field="weight_dtype")
     return name
+
+
+def _jpeg_decoder(config: EngineConfig, device: Device) -> DecodeJpeg:
+    if config.jpeg_decoder == "cpu":
+        return decode_by_libjpeg
+    if device.torch_device.type != "cuda":
+        problem = f"jpeg_decoder gpu needs a CUDA GPU, not {device.name}: use jpeg_decoder cpu"
+        raise InvalidField(problem, field="jpeg_decoder")
+    from legato_engine.device.cuda import JpegDecoder  # needs packages that torch brings for GPUs
+
+    return JpegDecoder(device.torch_device)
 
 
 def _dtype(name: str, device: Device) -> torch.dtype:

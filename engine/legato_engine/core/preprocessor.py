@@ -15,7 +15,13 @@ import msgspec
 
 from legato_engine.errors import ImageNotFound, ImageTooLarge, InvalidField, LegatoError
 from legato_engine.images.cache import ImageCache, ImageKey, SeenImages
-from legato_engine.images.decoding import content_key, decode_baseline, image_id
+from legato_engine.images.decoding import (
+    DecodeJpeg,
+    content_key,
+    decode_baseline,
+    decode_by_libjpeg,
+    image_id,
+)
 from legato_engine.images.decoding_workers import DecodingWorkers
 from legato_engine.images.headers import ImageHeader, displayed_size, inspect
 from legato_engine.images.memory import PixelMemory, Pixels
@@ -186,6 +192,7 @@ class Preprocessor:
         threads: int,
         memory: PixelMemory,
         max_inline_pixels: int = 0,
+        decode_jpeg: DecodeJpeg = decode_by_libjpeg,
     ) -> None:
         """Create a preprocessor; up to `max_inline_pixels`, images are decoded inline."""
         self._frontend = frontend
@@ -194,6 +201,7 @@ class Preprocessor:
         self._max_pixels = max_pixels
         self._memory = memory
         self._max_inline_pixels = max_inline_pixels
+        self._decode_jpeg = decode_jpeg
         self._seen = SeenImages()
         self._light = PreparationPool("preprocess", threads, max_pixels=max_pixels)
         self._heavy = PreparationPool(
@@ -362,7 +370,7 @@ class Preprocessor:
         header = loaded.header.get()
         if not header.is_baseline or header.cost > _LIGHT_COST:
             return None
-        return decode_baseline(loaded.view, header, self._memory.allocate)
+        return decode_baseline(loaded.view, header, self._memory.allocate, self._decode_jpeg)
 
     def _fits_inline(self, loaded: LoadedImage) -> bool:
         source = loaded.source

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
+import numpy.typing as npt
+import simplejpeg
 import torch
 from cuda.bindings import runtime
 
 from legato_engine.device.base import CapturedGraph, DeviceEvent, EventClock
-from legato_engine.errors import InternalError
+from legato_engine.errors import InternalError, InvalidField
 
 _ANY_DIRECTION = runtime.cudaMemcpyKind.cudaMemcpyDefault
 
@@ -169,6 +173,50 @@ class CudaDevice:
 
     def close(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+
+class JpegDecoder:
+    """A decoder on the GPU: nvJPEG, through torchvision. Thread-safe.
+
+    Pixels may differ from libjpeg-turbo's, mostly where colours are stored at half the resolution.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Decode one image of the largest size, so that later ones allocate no device memory.
+
+        Raises:
+            InvalidField: torchvision is not installed, or has no nvJPEG.
+        """
+        try:
+            from torchvision.io import ImageReadMode, decode_jpeg
+        except ImportError as error:
+            raise _no_nvjpeg("needs the package torchvision") from error
+        self._decode = functools.partial(decode_jpeg, mode=ImageReadMode.RGB, device=device)
+        self._stream = _stream(device)
+        largest_HWC = np.zeros((2048, 2048, 3), np.uint8)
+        if not self(simplejpeg.encode_jpeg(largest_HWC), largest_HWC):
+            raise _no_nvjpeg("needs a torchvision with nvJPEG")
+
+    def __call__(self, data: bytes | memoryview, pixels_HWC: npt.NDArray[np.uint8]) -> bool:
+        """Decode into `pixels_HWC`; return False if nvJPEG refuses the file or its size differs."""
+        height, width, channels = pixels_HWC.shape
+        with torch.cuda.stream(self._stream):
+            try:
+                decoded_CHW = self._decode(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            except RuntimeError:
+                return False
+            if decoded_CHW.shape != (channels, height, width):
+                return False
+            pixels = torch.from_numpy(pixels_HWC)
+            pixels.copy_(decoded_CHW.permute(1, 2, 0), non_blocking=True)
+        self._stream.synchronize()
+        return True
+
+
+def _no_nvjpeg(problem: str) -> InvalidField:
+    return InvalidField(
+        f"jpeg_decoder gpu {problem}: install it, or use jpeg_decoder cpu", field="jpeg_decoder"
+    )
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Callable
 
 import numpy as np
 import simplejpeg
@@ -35,21 +36,42 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+DecodeJpeg = Callable[[bytes | memoryview, Pixels], bool]
+"""Decodes a JPEG into an array [H, W, C] of its size; returns False for one that may be corrupt."""
+
 _WHITE = 255
 _PNG_DEPTH = 24  # the offset of the bits of a sample
 _LIBJPEG_MODES = ("RGB", "L")
 _PILLOW_FORMATS = {"image/jpeg": "JPEG", "image/png": "PNG", "image/webp": "WEBP"}
 
 
+def decode_by_libjpeg(data: bytes | memoryview, pixels_HWC: Pixels) -> bool:
+    """Decode to the same pixels as Pillow, without its copies; return False if libjpeg warns.
+
+    The buffer has the size of the checked header, so a file that changes in the meantime cannot
+    overrun it.
+    """
+    try:
+        decoded_HWC = simplejpeg.decode_jpeg(data, "RGB", buffer=pixels_HWC, strict=True)
+    except ValueError:
+        return False
+    return decoded_HWC.shape == pixels_HWC.shape
+
+
 def decode_baseline(
-    data: bytes | memoryview, header: ImageHeader, allocate: Allocate = new_pixels
+    data: bytes | memoryview,
+    header: ImageHeader,
+    allocate: Allocate = new_pixels,
+    decode_jpeg: DecodeJpeg = decode_by_libjpeg,
 ) -> Pixels | None:
     """Decode a JPEG with `is_baseline` to the displayed pixels [H, W, C], in memory of `allocate`.
 
-    Return None if libjpeg warns: `decode_file` decides whether the image is corrupt.
+    Return None if `decode_jpeg` fails: `decode_file` decides whether the image is corrupt.
     """
-    pixels_HWC = _decode_jpeg(data, header, allocate)
-    return None if pixels_HWC is None else _orient(pixels_HWC, orientation(data, header))
+    pixels_HWC = allocate((header.height, header.width, 3))
+    if not decode_jpeg(data, pixels_HWC):
+        return None
+    return _orient(pixels_HWC, orientation(data, header))
 
 
 def decode_file(
@@ -77,8 +99,9 @@ def decode_file(
         if image.size != (header.width, header.height):
             raise ImageUndecodable("the image contradicts its own header", field="image")
         by_libjpeg = header.mime_type == "image/jpeg" and image.mode in _LIBJPEG_MODES
-        pixels_HWC = _decode_jpeg(data, header, allocate) if by_libjpeg else None
-        if pixels_HWC is None:  # a missing bit and half an image raise the same warning
+        pixels_HWC = allocate((header.height, header.width, 3)) if by_libjpeg else None
+        # A missing bit and half an image raise the same warning.
+        if pixels_HWC is None or not decode_by_libjpeg(data, pixels_HWC):
             image.load()
             if _is_png_of_16_bits(data, header) and image.mode == "RGB":
                 # Pillow kept 8 bits of each sample: comparing them would hide other colours, too.
@@ -129,22 +152,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 def _is_png_of_16_bits(data: bytes | memoryview, header: ImageHeader) -> bool:
     return header.mime_type == "image/png" and data[_PNG_DEPTH] == 16
-
-
-def _decode_jpeg(
-    data: bytes | memoryview, header: ImageHeader, allocate: Allocate
-) -> Pixels | None:
-    """Decode to the same pixels as Pillow, without its copies; return None if libjpeg warns.
-
-    The buffer has the size of the checked header, so a file that changes in the meantime cannot
-    overrun it.
-    """
-    pixels_HWC = allocate((header.height, header.width, 3))
-    try:
-        decoded_HWC = simplejpeg.decode_jpeg(data, "RGB", buffer=pixels_HWC, strict=True)
-    except ValueError:
-        return None
-    return pixels_HWC if decoded_HWC.shape == pixels_HWC.shape else None
 
 
 def _orient(pixels_HWC: Pixels, turn: int) -> Pixels:

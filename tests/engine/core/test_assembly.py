@@ -71,6 +71,7 @@ def test_a_cpu_has_one_launch_in_flight_and_a_gpu_two():
     [
         ({"dtype": "f16"}, "unknown dtype 'f16'; use auto, f32 or bf16"),
         ({"vision_dtype": "int8"}, "unknown vision_dtype 'int8'; use auto or fp8"),
+        ({"jpeg_decoder": "nvjpeg"}, "unknown jpeg_decoder 'nvjpeg'; use cpu or gpu"),
         ({"kv_dtype": "f32"}, "unknown kv_dtype 'f32'; use auto, model or fp8"),
         (
             {"weight_dtype": "fp9"},
@@ -92,6 +93,14 @@ def test_settings_for_no_model_are_refused_before_one_is_loaded(settings, told):
         assembly.assemble(config, lambda stage, fraction: reached.append(stage))
     assert caught.value.metadata["field"] in settings
     assert reached == []
+
+
+def test_a_cpu_has_no_jpeg_decoder_of_a_gpu():
+    """The error names the setting and the alternative."""
+    config = msgspec.structs.replace(CONFIG, device="cpu", jpeg_decoder="gpu")
+    with pytest.raises(InvalidField, match="use jpeg_decoder cpu") as caught:
+        assembly.assemble(config)
+    assert caught.value.metadata["field"] == "jpeg_decoder"
 
 
 @pytest.mark.skipif(library("auto") is None, reason="no C++ compiler or no AVX2 here")

@@ -253,7 +253,7 @@ class Frontend:
 class Preparation:
     """A preprocessor with one thread, and blobs for it."""
 
-    def __init__(self, max_inline_pixels=0):
+    def __init__(self, max_inline_pixels=0, **options):
         self.blobs = BlobStore(new_namespace())
         self.preprocessor = Preprocessor(
             cast(ModelFrontend, Frontend()),
@@ -263,6 +263,7 @@ class Preparation:
             threads=1,
             memory=PixelMemory(host_slab(1 << 20)),
             max_inline_pixels=max_inline_pixels,
+            **options,
         )
 
     def find(self, data, mime_type="image/png"):
@@ -342,6 +343,26 @@ def test_a_small_image_is_prepared_inline(hashed_last):
     assert needed.is_computed
     assert needed.get() != threading.get_ident()
     assert prepared.image.info.image_id == image_id(content_key(data))
+
+
+@pytest.mark.parametrize("max_inline_pixels", [0, 40 * 30])
+def test_another_decoder_has_plain_jpegs_and_libjpeg_those_it_refuses(max_inline_pixels):
+    """A PNG is not shown to it."""
+    shown: list[bytes] = []
+
+    def grey(data, pixels_HWC):
+        shown.append(bytes(data))
+        pixels_HWC[:] = 77
+        return len(shown) == 1
+
+    world = Preparation(max_inline_pixels, decode_jpeg=grey)
+    files = [noise_png(seed, "JPEG") for seed in range(2)]
+    images = [world.prepare(data, "image/jpeg").image for data in files]
+    world.prepare(noise_png())
+    world.close()
+    assert shown == files
+    assert (images[0].pixels == 77).all()
+    assert np.array_equal(images[1].pixels, np.asarray(Image.open(io.BytesIO(files[1]))))
 
 
 def test_a_header_is_read_once(monkeypatch):
