@@ -120,8 +120,8 @@ def add_device(group: argparse._ArgumentGroup) -> None:
         help="kernels of layers on a CPU; auto: Legato's own if there is a C++ compiler, else "
         "torch's")
     add("--jpeg-decoder", choices=JPEG_DECODERS,
-        help="decoder of plain JPEGs up to 4 megapixels; gpu: nvJPEG, which needs torchvision; "
-        "its pixels may differ a little")
+        help="decoder of plain JPEGs up to 4 megapixels; gpu: nvJPEG, which needs torchvision "
+        "and changes pixels a little")
     add("--threads", metavar="N", type=whole, help="number of CPU threads; 0: one for each core")
     add("--latency-policy", choices=LATENCY_POLICIES,
         help="low-latency: spend CPU time to respond sooner (busy polling); shared: leave cores to "

@@ -178,7 +178,7 @@ class CudaDevice:
 class JpegDecoder:
     """A decoder on the GPU: nvJPEG, through torchvision. Thread-safe.
 
-    Pixels may differ from libjpeg-turbo's, mostly where colours are stored at half the resolution.
+    Colours stored at half the resolution are repeated, where libjpeg-turbo interpolates them.
     """
 
     def __init__(self, device: torch.device) -> None:
