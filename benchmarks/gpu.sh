@@ -63,13 +63,13 @@ if [[ $device == cpu ]]; then
 fi
 
 part tests 260 "$python" -m pytest -q -m gpu tests/gpu -p no:cacheprovider
-[[ $device == cpu ]] || bench kernels 150 --models moondream2,legato-tiny,moondream3,moondream3-e4m3,moondream3-e4m3-kv8
 if [[ $device != cpu ]]; then
-  part kernels_moondream3 100 "$python" -m benchmarks kernels --name kernels_moondream3_formats \
-    --models moondream3-fp8,moondream3-int8,moondream3-int4,moondream3-int4-kv8 --shapes 1x1,8x1,32x1 --long-shapes "" --checks 1,8,32
-  LEGATO_KERNEL_PTX=compute_80 bench portable 40 --image
-  part portable_formats 60 "$python" -m benchmarks portable --weights packed fp8 --image --name portable_formats
-  part portable_formats_kv8 60 "$python" -m benchmarks portable --weights fp8 int4 --kv8 --name portable_formats_kv8
+  bench kernels 100 --models moondream2,legato-tiny
+  part kernels_moondream3 100 "$python" -m benchmarks kernels --name kernels_moondream3 --shapes 1x1,8x1,32x1 \
+    --models moondream3,moondream3-e4m3-kv8,moondream3-fp8,moondream3-int8,moondream3-int4 --long-shapes 4x1@32767
+  LEGATO_KERNEL_PTX=compute_80 part portable 40 "$python" -m benchmarks portable --weights packed --image --name portable_formats_ptx80
+  part portable_formats 60 "$python" -m benchmarks portable --weights packed fp8 int8 int4 --image --name portable_formats_hopper
+  part portable_formats_kv8 60 "$python" -m benchmarks portable --weights fp8 int4 --kv8 --name portable_formats_kv8_hopper
 fi
 bench decode 90 "${large[@]}" --streams 1,8,32 --compare-tasks "${decode[@]}"
 bench tick 20 --ticks "$ticks"

@@ -2,12 +2,13 @@
 
 Figures by number of streams are of `query` steps, pipelined; a step lasts from commit to commit.
 `loop_ms` and `resident_ms` are steps of `query` by loops and by the resident kernel, for up to 8
-streams. `portable_ms` are steps of PTX of compute_80, `device_memory_gib` is beside the KV cache,
-of packed weights, `adapter_ms` is what one adapter of rank 8 adds. Gains are fractions: 0.1 is a
-tenth more tokens a second. `tick_cpu_us_32` is of the slowest kind of task without drafts,
-`detect_over_text` of the worst number of streams. `hop_ms` is of one blocking client, of three
-tokens, with the image sent as bytes. Images are charts, except in figures whose names end with
-`_photo`. `sources` names the record, the commit and the date of each figure.
+streams. `portable_ms` are steps of PTX of compute_80 with packed weights, `device_memory_gib` is
+beside the KV cache, of packed weights, `moondream3_e4m3_ms` have 8-bit keys and values,
+`adapter_ms` is what one adapter of rank 8 adds. Gains are fractions: 0.1 is a tenth more tokens a
+second. `tick_cpu_us_32` is of the slowest kind of task without drafts, `detect_over_text` of the
+worst number of streams. `hop_ms` is of one blocking client, of three tokens, with the image sent as
+bytes. Images are charts, except in figures whose names end with `_photo`. `sources` names the
+record, the commit and the date of each figure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ RESIDENT_STREAMS = (1, 8)
 DRAFTED = " tokens a row"  # ends the names of the tick's rows with draft tokens
 OUTPUT = "summary.json"
 PHOTOS, FP8_TOWER = "e2e_photos", "e2e_fp8"
-PORTABLE, FORMATS, FORMATS_KV8 = "portable", "portable_formats", "portable_formats_kv8"
+PORTABLE = "portable_formats_ptx80"
+FORMATS, FORMATS_KV8 = "portable_formats_hopper", "portable_formats_kv8_hopper"
+MOONDREAM3 = "kernels_moondream3"
 
 # The record of each figure.
 SOURCES = {
@@ -50,8 +53,8 @@ SOURCES = {
     "req_per_s_64_mix_photo": PHOTOS,
     "req_per_s_64_new_fp8": FP8_TOWER,
     "req_per_s_64_mix_fp8": FP8_TOWER,
-    "moondream3_ms": "kernels",
-    "moondream3_e4m3_ms": "kernels",
+    "moondream3_ms": MOONDREAM3,
+    "moondream3_e4m3_ms": MOONDREAM3,
     "adapter_ms": "adapters",
     "hop_ms": "hop",
     "hop_ms_asyncio": "hop",
@@ -96,7 +99,7 @@ def _figures_of(records: Records) -> dict[str, Any]:
         "resident_ms": _by_streams(
             _steps(records, "resident"), lambda row: row["resident"]["ms"], RESIDENT_STREAMS
         ),
-        "portable_ms": _formats(records, PORTABLE, "bf16"),
+        "portable_ms": _formats(records, PORTABLE, "packed"),
         "fp8_ms": _formats(records, FORMATS, "fp8"),
         "fp8_kv8_ms": _formats(records, FORMATS_KV8, "fp8"),
         "int4_kv8_ms": _formats(records, FORMATS_KV8, "int4"),
@@ -113,7 +116,7 @@ def _figures_of(records: Records) -> dict[str, Any]:
         "req_per_s_64_new_fp8": _e2e(records, "new", 64, "per_second", FP8_TOWER),
         "req_per_s_64_mix_fp8": _e2e(records, "mix", 64, "per_second", FP8_TOWER),
         "moondream3_ms": _kernels(records, "moondream3"),
-        "moondream3_e4m3_ms": _kernels(records, "moondream3-e4m3"),
+        "moondream3_e4m3_ms": _kernels(records, "moondream3-e4m3-kv8"),
         "adapter_ms": _adapters(records),
         "hop_ms": _hop(records, "hop_blocking_ms"),
         "hop_ms_asyncio": _hop(records, "hop_ms"),
@@ -191,7 +194,7 @@ def _formats(records: Records, name: str, weights: str) -> dict[str, float | Non
 
 def _kernels(records: Records, model: str) -> dict[str, float | None]:
     """Return a model's forward steps, by number of rows."""
-    figures = _figures(records, "kernels")
+    figures = _figures(records, MOONDREAM3)
     rows = {n: figures[name] for n in STREAMS if (name := f"{model} {n}x1") in figures}
     return _by_streams(rows, lambda row: row["step"])
 

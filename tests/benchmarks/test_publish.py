@@ -242,10 +242,10 @@ RECORDS = {
     "e2e_fp8": record(
         rows=[answered(kind, 64, 3, per_second=at) for kind, at in (("new", 80.0), ("mix", 120.0))]
     ),
-    "kernels": record(
+    "kernels_moondream3": record(
         **{
             f"{model} {rows}x1": {"step": rows * 0.1 + ahead}
-            for model, ahead in (("moondream3", 1.0), ("moondream3-e4m3", 0.5))
+            for model, ahead in (("moondream3", 1.0), ("moondream3-e4m3-kv8", 0.5))
             for rows in (1, 8, 32)
         }
     ),
@@ -262,11 +262,11 @@ RECORDS = {
             for rank, ms in ((0, 1.0 * n), (8, 1.25 * n))
         ]
     ),
-    "portable": record(rows=[portable("bf16", n, 1.0 + n) for n in (1, 8, 32)]),
-    "portable_formats": record(
+    "portable_formats_ptx80": record(rows=[portable("packed", n, 1.0 + n) for n in (1, 8, 32)]),
+    "portable_formats_hopper": record(
         rows=[portable(w, n, 0.5 + n) for w in ("packed", "fp8") for n in (1, 8, 32)]
     ),
-    "portable_formats_kv8": record(
+    "portable_formats_kv8_hopper": record(
         rows=[portable(w, n, 0.4 + n) for w in ("fp8", "int4") for n in (1, 8, 32)]
     ),
     "hop": record(
