@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 import functools
 import math
@@ -22,7 +21,7 @@ from legato_client._grpc.channel import DEFAULT_TARGET, DEFAULT_TIMEOUT, full_ta
 from legato_client._grpc.settings import Security, read_security
 from legato_client._types.tasks import Task
 from legato_client.batch import images, tasks
-from legato_client.cli.settings import HELP, CommandError, ExitCode, closest, older_names
+from legato_client.cli.settings import HELP, CommandError, ExitCode, closest
 
 
 def admin_target(server: str) -> str:
@@ -90,10 +89,7 @@ def read_image(name: str) -> bytes:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Help that keeps line breaks, names defaults, and shows the current name of an option.
-
-    Further names of an option are older spellings, which go on working.
-    """
+    """Help that keeps line breaks and names defaults."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -120,11 +116,6 @@ class HelpFormatter(argparse.HelpFormatter):
         shorter = super()._format_usage(usage, needed, [], prefix)
         return shorter.replace(self._prog, f"{self._prog} [options]", 1)
 
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = copy.copy(action)
-        shown.option_strings = visible_names(action)
-        return super()._format_action_invocation(shown)
-
     def _format_action(self, action: argparse.Action) -> str:
         groups: Sequence[CommandGroup] = getattr(action, "groups", ())
         if not groups or not isinstance(action, argparse._SubParsersAction):
@@ -147,12 +138,6 @@ class CommandGroup:
     purpose: str
     example: str
     commands: tuple[str, ...]
-
-
-def visible_names(action: argparse.Action) -> list[str]:
-    """Return an option's names without older spellings."""
-    older = {f"--{name}" for name in older_names(action)}
-    return [name for name in action.option_strings if name not in older]
 
 
 class Parser(argparse.ArgumentParser):
@@ -205,9 +190,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exiting, so that `--json` holds for usage errors too."""
-        for action in self._actions:  # argparse names older spellings too
-            names, shown = map("/".join, (action.option_strings, visible_names(action)))
-            message = message.replace(f"argument {names}:", f"argument {shown}:")
         raise CommandError(f"{message} (see {self.prog} --help)", ExitCode.USAGE)
 
 

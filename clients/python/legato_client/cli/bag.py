@@ -33,10 +33,10 @@ def add_command(commands: Any) -> None:
     )
     add = parser.add_argument
     add("source", type=Path, metavar="BAG", help="MCAP file, or a folder of `ros2 bag record`")
-    add("--image", "--topic", dest="image", required=True, metavar="TOPIC",
+    add("--image", required=True, metavar="TOPIC",
         help="topic of sensor_msgs/Image or CompressedImage")  # fmt: skip
     arguments.add_task_options(parser, places=True)
-    add("--output", "--out", dest="output", type=Path, required=True, metavar="FILE.mcap",
+    add("--output", type=Path, required=True, metavar="FILE.mcap",
         help="bag to write")  # fmt: skip
     add("--detections", default="/legato/detections", metavar="TOPIC",
         help="topic of the answers, default %(default)s")  # fmt: skip

@@ -166,7 +166,4 @@ def _complete(args: argparse.Namespace, _terminal: Terminal) -> None:
     forward.require("completion", "cli", "shtab")
     shtab: Any = importlib.import_module("shtab")
     parser = make_parser(complete=True)
-    for leaf in leaves(parser):
-        for action in leaf._actions:
-            action.option_strings = arguments.visible_names(action)
     sys.stdout.write(f"{shtab.complete(parser, args.shell)}\n")

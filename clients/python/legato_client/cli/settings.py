@@ -155,12 +155,7 @@ def unknown_variables(known: Collection[str], *, complete: bool) -> list[str]:
 
 
 def variables_of(parsers: Iterable[argparse.ArgumentParser]) -> set[str]:
-    return {
-        variable(each)
-        for parser in parsers
-        for name, action in options_of(parser).items()
-        for each in (name, *older_names(action))
-    }
+    return {variable(name) for parser in parsers for name in options_of(parser)}
 
 
 def variable(name: str) -> str:
@@ -192,13 +187,6 @@ def resolve(
             lower += _words(options[name], name, value, source)
             sources[name] = source
     return [*lower, *words], sources
-
-
-def older_names(action: argparse.Action) -> list[str]:
-    """Return further spellings of an option, which go on working."""
-    if isinstance(action, argparse.BooleanOptionalAction):
-        return []
-    return [each.removeprefix("--") for each in action.option_strings if each.startswith("--")][1:]
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -276,11 +264,9 @@ def _environment(options: Mapping[str, argparse.Action]) -> Layer:
     """Read the environment; an empty variable counts as unset."""
     layer: Layer = {}
     for name, action in options.items():
-        for each in (name, *older_names(action)):
-            if text := os.environ.get(variable(each)):
-                value = _array(text, variable(each)) if _is_list(action) else text
-                layer[name] = (value, variable(each))
-                break
+        source = variable(name)
+        if text := os.environ.get(source):
+            layer[name] = (_array(text, source) if _is_list(action) else text, source)
     return layer
 
 
@@ -321,8 +307,7 @@ def _file(
     own: Any = content
     for word in command:
         own = own.get(word, {}) if isinstance(own, dict) else own
-    current = {each: name for name in options for each in (name, *older_names(options[name]))}
-    for table, known in ((client, CLIENT_OPTIONS), (own, tuple(current))):
+    for table, known in ((client, CLIENT_OPTIONS), (own, tuple(options))):
         where = CLIENT_TABLE if table is client else ".".join(command)
         if not isinstance(table, dict):
             _refuse(path, f"{where} must be a table")
@@ -330,7 +315,7 @@ def _file(
             near = closest(min(wrong), known)
             _refuse(path, f"[{where}] has no option {min(wrong)!r}{near}")
     shared = {name: value for name, value in client.items() if name in options}
-    return {current[name]: (value, str(path)) for name, value in {**shared, **own}.items()}
+    return {name: (value, str(path)) for name, value in {**shared, **own}.items()}
 
 
 def _read(path: Path) -> dict[str, Any]:

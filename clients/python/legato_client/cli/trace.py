@@ -231,7 +231,7 @@ def _record(args: argparse.Namespace, terminal: Terminal) -> None:
     )
 
 
-_REMOTE_OPTIONS = ("--follow", "--seconds", "--duration")
+_REMOTE_OPTIONS = ("--follow", "--seconds")
 
 
 def check_local(words: Sequence[str]) -> None:
@@ -259,8 +259,6 @@ def make_parser(local: argparse.ArgumentParser | None = None) -> argparse.Argume
     group = parser.add_argument_group("a running server (with --server)")
     group.add_argument(
         "--seconds",
-        "--duration",
-        dest="seconds",
         type=arguments.positive,
         metavar="SECONDS",
         help=f"how long to watch, default {_DURATION:g}; with --follow until it is interrupted",

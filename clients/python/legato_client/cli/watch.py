@@ -166,7 +166,7 @@ def add_command(commands: Any) -> None:
         help="ask about every frame, however late; default: about the newest")  # fmt: skip
     add("--max-age", type=arguments.positive, metavar="SECONDS",
         help="drop frames that get older than this, default: none")  # fmt: skip
-    add("--speed", "--rate", dest="speed", type=arguments.positive, default=1.0, metavar="FACTOR",
+    add("--speed", type=arguments.positive, default=1.0, metavar="FACTOR",
         help="play a file FACTOR times as fast as its own pace, default %(default)g")  # fmt: skip
     add("--seconds", type=arguments.positive, metavar="SECONDS",
         help="end after this time, default: at the end of the source")  # fmt: skip

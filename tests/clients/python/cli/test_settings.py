@@ -245,14 +245,11 @@ def test_every_option_is_described(name):
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_a_concept_has_one_name(name):
-    """Older spellings work and are not shown."""
-    parser = COMMANDS[name]
-    shown = parser.format_help()
-    for action in parser._actions:
-        assert not ONE_NAME & {*arguments.visible_names(action)}, name
-        for older in settings.older_names(action):
-            assert f"--{older} " not in shown
-            assert parser._option_string_actions[f"--{older}"] is action
+    """And an option has one long name."""
+    for action in COMMANDS[name]._actions:
+        long = [each for each in action.option_strings if each.startswith("--")]
+        assert not ONE_NAME & {*long}, name
+        assert len(long) < 2 or isinstance(action, argparse.BooleanOptionalAction), name
 
 
 def test_every_command_is_listed_in_one_group():
@@ -320,24 +317,9 @@ def test_the_timeline_of_a_server_is_in_the_help(capsys):
         assert option in shown
 
 
-def test_older_names_of_options_work(capsys, config, monkeypatch):
-    """As flags, as variables and in files."""
-    words = ["watch", "clip.mp4", "--task", "caption", "--print-config", "--json"]
-    assert main([*words, "--rate", "2"]) == 0
-    assert json.loads(capsys.readouterr().out)["speed"] == {"value": 2.0, "source": "flag"}
-    path = config("[watch]\nrate = 3\n")
-    assert main([*words, "--config", str(path)]) == 0
-    assert json.loads(capsys.readouterr().out)["speed"] == {"value": 3.0, "source": str(path)}
-    monkeypatch.setenv("LEGATO_RATE", "4")
-    assert main(words) == 0
-    said = json.loads(capsys.readouterr().out)["speed"]
-    assert said == {"value": 4.0, "source": "LEGATO_RATE"}
-
-
 def test_a_variable_that_sets_nothing_is_reported(capsys, monkeypatch):
     """With the one that was meant, on standard error, and the command runs all the same."""
     monkeypatch.setenv("LEGATO_MAX_RUNING", "3")
-    monkeypatch.setenv("LEGATO_OUT", "an older name")
     assert main(["models", "--print-config"]) == 0
     assert capsys.readouterr().err == (
         "legato: warning: LEGATO_MAX_RUNING is no setting of any command; did you mean "

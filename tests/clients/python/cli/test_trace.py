@@ -90,7 +90,7 @@ def test_the_file_is_what_the_engine_itself_would_write(tmp_path, admin, capsys)
     """Spans that travelled give the same events as the engine's own dump, and the gains."""
     fake, address = admin
     path = tmp_path / "trace.json"
-    options = ["--server", address, "--duration", "1.5", "--output", str(path)]
+    options = ["--server", address, "--seconds", "1.5", "--output", str(path)]
     assert main(["trace", *options]) == 0
     assert fake.seconds == 1.5
     written = json.loads(path.read_text())
@@ -124,7 +124,7 @@ def test_json(tmp_path, admin, capsys):
 def test_follow(admin, capsys):
     """A line for each slot, the device and the host, with the gains and what was lost."""
     fake, address = admin
-    assert main(["trace", "--server", address, "--follow", "--duration", "3"]) == 0
+    assert main(["trace", "--server", address, "--follow", "--seconds", "3"]) == 0
     assert fake.seconds == 3
     first, second, device, host = capsys.readouterr().out.splitlines()[-4:]
     assert first.startswith("slot 0")
@@ -194,7 +194,7 @@ def test_metrics(admin, capsys):
     assert capsys.readouterr().out == "c 2.0\n"
 
 
-@pytest.mark.parametrize("words", [["metrics"], ["trace", "--duration", "1"]])
+@pytest.mark.parametrize("words", [["metrics"], ["trace", "--seconds", "1"]])
 def test_the_operators_socket_is_found(words, tmp_path, admin, monkeypatch):
     """The address that callers use is enough on the server's own host."""
     monkeypatch.chdir(tmp_path)
