@@ -241,7 +241,7 @@ class PrefillPlanner:
         """Return the tokens of a long prompt's next chunk, 0 for its last or a short prompt."""
         size = self._limits.long_chunk_tokens
         num_prompt_left = first.num_left - first.sequence.num_committed
-        is_chunked = self._limits.is_long(first.sequence) and size < num_prompt_left
+        is_chunked = self._limits.is_long(first.sequence) and first.num_bos < size < num_prompt_left
         return size if is_chunked else 0
 
     def _plan_shared_chunk(

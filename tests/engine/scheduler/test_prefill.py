@@ -358,6 +358,13 @@ def test_parts_of_a_long_prompt_are_its_own_passes() -> None:
     assert (spans(alone), alone.has_partial_prefill) == ([(1, 29)], False)
 
 
+def test_no_part_is_bos_alone() -> None:
+    """Nothing would be sampled after it."""
+    limits = dataclasses.replace(LIMITS, chunk_above=1, long_chunk_tokens=1)
+    plan = plan_of(planner_of(sized(0, 4), limits=limits))
+    assert (spans(plan)[-1], plan.has_partial_prefill) == ((1, 3), False)
+
+
 def test_what_is_not_cut() -> None:
     """A prompt that could share its launch with an image stays whole.
 
