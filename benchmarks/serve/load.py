@@ -358,7 +358,7 @@ def cases(length: int) -> list[Case]:
 
 
 _TICK = os.sysconf("SC_CLK_TCK")
-_ENGINE = "legato_engine.core.process"
+_ENGINE = b"-m\0legato_engine."  # of the command; the module differs between versions
 
 
 def seconds(pid: int) -> float:
@@ -375,15 +375,14 @@ def resident(pid: int) -> int:
 
 def engine(service: int) -> int:
     """Return the engine process that a service process has started."""
-    (found,) = (each for each in children(service) if runs(each, _ENGINE))
+    (found,) = (
+        child
+        for child in children(service)
+        if _ENGINE in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
     return found
 
 
 def children(pid: int) -> list[int]:
     """Return the running child processes of a process."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def runs(pid: int, module: str) -> bool:
-    """Say whether a process was started as `python -m module`."""
-    return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
