@@ -135,7 +135,8 @@ class Plan:
     @property
     def constrained(self) -> bool:
         """Return whether sampling must wait for the previous commit; a prefill's never does."""
-        return not self.after and any(row.sequence.task.constrained for row in self.decodes)
+        constrained = [row.sequence.task.constrained for row in self.decodes]
+        return not self.after and any(constrained)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -155,16 +155,15 @@ class OutputProcessor:
 
         The latter have no keys and values, which is why they must be the last.
         """
-        sequence, num_processed = row.sequence, 0
+        sequence, num_tokens = row.sequence, self.num_tokens
         for token in output.tokens:
             self.process(sequence, token)
-            num_processed += 1
             if sequence.finalized:
                 break
         task = sequence.task
         if task.grammar is None:
             return
-        record.forced += min(num_processed, len(row.forced))
+        record.forced += min(self.num_tokens - num_tokens, len(row.forced))
         closing = () if sequence.finalized or task.has_payload else task.grammar.closing()
         for token_id in closing:
             self.process(sequence, SampledToken.forced(token_id))
@@ -190,10 +189,10 @@ class OutputProcessor:
             self.fail(sequence, InternalError("the task could not read its tokens"))
             return
         self.num_tokens += 1
-        sequence.commit(token)
+        is_last = sequence.commit(token)
         if events:
             self.sink.delta(sequence, events)
-        if task.finish_reason is not None or sequence.num_committed == task.max_tokens:
+        if is_last or task.finish_reason is not None:
             self._complete(sequence)
 
     def fail(self, sequence: Sequence, error: LegatoError) -> None:

@@ -343,11 +343,12 @@ class Scheduler:
     def _sample(self, launch: Launch) -> None:
         record = self._records[-1]
         record.sample_start = self._clock.perf_ns()
+        rows = launch.plan.sampled_rows
         constraints: Many[int] = [
-            FREE if row.sequence.finalized else row.sequence.task.constraint()
-            for row in launch.plan.sampled_rows
+            FREE if row.sequence.finalized else row.sequence.task.constraint() for row in rows
         ]
-        if any(row.sequence.task.grammar is not None for row in launch.plan.sampled_rows):
+        grammars = [row.sequence.task.grammar for row in rows]
+        if any(grammars):
             constraints = self._runner.mask(launch, constraints)
             record.mask_end = self._clock.perf_ns()
         self._runner.sample(launch, constraints)
@@ -550,10 +551,8 @@ class Pipeline:
         for row in plan.rows:
             sequence = row.sequence
             assert not sequence.finalized, f"sequence {sequence.seq_id} launched when finalized"
-            sequence.inflight_refs += 1
-            assert sequence.inflight_refs <= self.depth, (
-                f"sequence {sequence.seq_id} is in {sequence.inflight_refs} launches"
-            )
+            sequence.inflight_refs = refs = sequence.inflight_refs + 1
+            assert refs <= self.depth, f"sequence {sequence.seq_id} is in {refs} launches"
         return launch
 
     def oldest(self) -> Launch | None:
@@ -578,9 +577,9 @@ class Pipeline:
         releasable = []
         for row in launch.plan.rows:
             sequence = row.sequence
-            sequence.inflight_refs -= 1
-            assert sequence.inflight_refs >= 0, f"sequence {sequence.seq_id} has negative refs"
-            if sequence.inflight_refs == 0 and (sequence.finalized or sequence.preempted):
+            sequence.inflight_refs = refs = sequence.inflight_refs - 1
+            assert refs >= 0, f"sequence {sequence.seq_id} has negative refs"
+            if refs == 0 and (sequence.finalized or sequence.preempted):
                 releasable.append(sequence)
         return releasable
 

@@ -221,18 +221,20 @@ class ObjectListSkill(GenerationTask, Generic[FoundT]):
         self._task = task
         self._calibration = calibration
         self._found: list[FoundT] = []
-        self._partial: list[SampledToken] = []  # of the object that is being read
+        self._payloads: list[tuple[float, float]] = []  # of the object that is being read
+        self._certainties: list[Certainty | None] = []
 
     def constraint(self) -> int:
-        return self.cycle[len(self._partial)]
+        return self.cycle[len(self._payloads)]
 
     def _read(self, token: SampledToken) -> list[Event]:
-        self._partial.append(token)
-        if len(self._partial) < len(self.cycle):
+        self._payloads.append(token.payload)
+        self._certainties.append(token.certainty)
+        if len(self._payloads) < len(self.cycle):
             return []
-        tokens, self._partial = self._partial, []
-        confidence = self._calibration.confidence([each.certainty for each in tokens])
-        instance = self._instance([each.payload for each in tokens], confidence)
+        confidence = self._calibration.confidence(self._certainties)
+        instance = self._instance(self._payloads, confidence)
+        self._payloads, self._certainties = [], []
         if confidence is not None and confidence < self._task.min_confidence:
             return []
         self._found.append(instance)
