@@ -182,7 +182,8 @@ class LoadOptions:
 
     `kv_dtype`: keys and values as `fp8`, in the dtype of the `model`, or (`auto`) as fp8 if the
     weights have scales. `weight_dtype`: of linear layers, on a CPU as `packed_weights.pack`, on a
-    GPU as `KINDS`, or `stored` for the blocks of a GGUF file. `cpu_kernels`: as `EngineConfig`.
+    GPU as `KINDS`, or `stored` for the blocks of a GGUF file, which on a CPU `auto` is too.
+    `cpu_kernels`: as `EngineConfig`.
     """
 
     vision_fp8: bool = False

@@ -115,7 +115,8 @@ def add_device(group: argparse._ArgumentGroup) -> None:
     add("--weight-dtype", choices=WEIGHT_DTYPES,
         help="number format of the decoder's layers: fp8 (GPU), int8 and int4 need less memory and "
         "time; stored: the blocks of a GGUF file as they are; packed: as --dtype, one copy "
-        "on a GPU; auto: packed on a GPU without the resident kernel, else as model")
+        "on a GPU; auto: stored of a GGUF file on a CPU, packed on a GPU without the resident "
+        "kernel, else as model")
     add("--cpu-kernels", choices=CPU_KERNELS,
         help="kernels of layers on a CPU; auto: Legato's own if there is a C++ compiler, else "
         "torch's")

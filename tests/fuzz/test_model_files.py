@@ -84,7 +84,7 @@ def weights(data: bytes) -> None:
             assert header.num_bytes <= len(data)
             target = torch.empty(header.shape, dtype=header.dtype)
             with opened(header.file) as fill:
-                fill(header.name, target)
+                fill(header, target)
 
 
 def adapter(data: bytes) -> None:

@@ -73,7 +73,7 @@ _TOKENS = 12
 
 
 def test_answers_are_those_of_transformers(weights, recorded):
-    """Dequantised weights, tokenizer and chat template of the published file."""
+    """Blocks, tokenizer and chat template of the published file."""
     talks = [PROMPTS[at] for at in _CHOSEN]
     with engine(weights) as running:
         for at, talk in zip(_CHOSEN, talks, strict=True):

@@ -147,10 +147,17 @@ _BSL = "Business Source License 1.1 with an additional use grant: read it before
 
 
 def _text_model(
-    name: str, family: str, repository: str, revision: str, sha256: str, num_bytes: int
+    name: str,
+    family: str,
+    repository: str,
+    revision: str,
+    sha256: str,
+    num_bytes: int,
+    *rounded: int,
 ) -> Published:
     files = RepositoryFiles(repository, revision, _TEXT, {"model.safetensors": sha256})
-    return Published(name, family, (files,), "Apache-2.0", bf16_bytes=num_bytes)
+    forms = tuple(zip(("int8", "int4"), rounded, strict=True))  # counted, not measured
+    return Published(name, family, (files,), "Apache-2.0", num_bytes, rounded_bytes=forms)
 
 
 _ALL = (
@@ -208,6 +215,8 @@ _ALL = (
         "12fd25f77366fa6b3b4b768ec3050bf629380bac",
         "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c",
         269_060_552,
+        191_991_936,
+        141_603_456,
     ),
     _text_model(
         "qwen3-0.6b",
@@ -216,6 +225,8 @@ _ALL = (
         "c1899de289a04d12100db370d81485cdf75e47ca",
         "f47f71177f32bcd101b7573ec9171e6a57f4f4d31148d38e382306f42996874b",
         1_503_300_328,
+        909_264_384,
+        701_449_728,
     ),
 )
 

@@ -145,8 +145,12 @@ class CodeFormat(NamedTuple):
         )
 
 
+BLOCKS_OF_8_BITS = CodeFormat(WeightKind.INT8, BLOCK, torch.float16)
+"""Format of GGUF's Q8_0, and of blocks that no kernel reads, rounded."""
+
+
 def format_of(kind: WeightKind, group: int = GROUP) -> CodeFormat:
-    """Return the format of `map_codes`; only int4 has groups."""
+    """Return the format of a map in a kind; only int4 has groups."""
     if kind is WeightKind.INT4:
         return CodeFormat(kind, group, torch.bfloat16)
     return CodeFormat(kind)
@@ -205,8 +209,10 @@ class MapCodes:
 
 
 def map_codes(weights_OI: torch.Tensor, code_format: CodeFormat) -> MapCodes:
-    """Quantise a map to a `format_of`; every device gives the same bits."""
+    """Quantise a map to a `format_of` or blocks of 8 bits; every device gives the same bits."""
     kind = code_format.kind
+    if code_format == BLOCKS_OF_8_BITS:
+        return MapCodes(kind, *_blocks_of_8_bits(weights_OI))
     if kind is WeightKind.BF16:
         return MapCodes(kind, weights_OI, None)
     if kind is WeightKind.INT4:
@@ -222,6 +228,18 @@ def _eight_bits(weights_OI: torch.Tensor, kind: WeightKind) -> tuple[torch.Tenso
     exact_OI = (weights_OI.float() / scale_O[:, None]).clamp(-most, most)
     codes_OI = exact_OI if kind is WeightKind.E4M3 else exact_OI.round()
     return codes_OI.to(kind.code_dtype), scale_O
+
+
+def _blocks_of_8_bits(weights_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and fp16 scales [O, G] by which each group's largest weight has the code -128.
+
+    Where that weight is -16 or -32 steps, as in Q5_0 and Q6_K, steps are whole codes.
+    """
+    groups_OGE = torch.unflatten(weights_OI.float(), 1, (-1, BLOCK))
+    low_OG, high_OG = groups_OGE.amin(2), groups_OGE.amax(2)
+    scale_OG = (torch.where(high_OG > -low_OG, high_OG, low_OG) / -128.0).half()
+    exact_OGE = (groups_OGE / scale_OG.float()[..., None]).round_().clamp_(-128.0, 127.0)
+    return exact_OGE.nan_to_num_(0.0).to(torch.int8).flatten(1), scale_OG  # a scale may be 0
 
 
 def _int4(weights_OI: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:

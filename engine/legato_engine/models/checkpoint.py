@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import difflib
 import functools
@@ -9,7 +10,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +20,20 @@ from torch import nn
 
 from legato_engine.config import LOAD_DEFAULTS, LoadOptions, Progress
 from legato_engine.errors import InvalidField
-from legato_engine.kernels.map_codes import CodeFormat, WeightKind
-from legato_engine.models.gguf import ROPE_FACTORS, GgufFile, is_gguf, read_gguf
+from legato_engine.kernels.map_codes import (
+    BLOCKS_OF_8_BITS,
+    CodeFormat,
+    WeightKind,
+    map_codes,
+)
+from legato_engine.models.gguf import (
+    NUMBERS,
+    ROPE_FACTORS,
+    GgufFile,
+    StoredTensor,
+    is_gguf,
+    read_gguf,
+)
 from legato_engine.models.untrusted import refusing
 
 _SINGLE_FILE = "model.safetensors"
@@ -49,18 +62,20 @@ class TensorHeader(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    code_format: CodeFormat | None = None
+    """Of a part of a GGUF map's codes."""
 
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def headers(path: Path, as_codes: Collection[str] = ()) -> tuple[TensorHeader, ...]:
+def headers(path: Path, as_codes: Mapping[str, CodeFormat] = {}) -> tuple[TensorHeader, ...]:
     """List the tensors of a .safetensors, .pt or .gguf file, or of a folder with one or shards.
 
     Of a .pt file only a dict of tensors is unpickled. Tensors of a .gguf file have the names and
     the order that they have in a Hugging Face checkpoint. They are dequantised, but for the maps
-    `as_codes` (see `code_formats`), which have the tensors of a quantised checkpoint.
+    `as_codes`, which have the tensors of a quantised checkpoint.
 
     Raises:
         InvalidField: a file is missing, truncated or of another kind.
@@ -73,16 +88,42 @@ def headers(path: Path, as_codes: Collection[str] = ()) -> tuple[TensorHeader, .
 
 
 def code_formats(path: Path) -> dict[str, CodeFormat]:
-    """Return the maps of a .gguf file whose blocks are codes of a known format, by name."""
-    found: dict[str, CodeFormat] = {}
-    for name, stored in read_gguf(path).tensors.items():
-        base, _, part = _name_of_gguf(name).rpartition(".")
-        code_format = GGUF_FORMATS.get(stored.kind.name)
-        if code_format is None or part != "weight" or len(stored.shape) != 2:
-            continue
-        if code_format.divides(stored.shape[1]):
-            found[base] = code_format
-    return found
+    """Return the formats in which a .gguf file's maps keep their blocks or are rounded, by name."""
+    return {
+        name: code_format
+        for name, stored in _gguf_maps(path).items()
+        for code_format in (GGUF_FORMATS.get(stored.kind.name, BLOCKS_OF_8_BITS),)
+        if stored.kind.name not in NUMBERS and code_format.divides(stored.shape[1])
+    }
+
+
+def gguf_fates(path: Path, as_codes: Mapping[str, CodeFormat]) -> dict[str, str]:
+    """Count a .gguf file's maps by type, for a log, by what becomes of them."""
+    counted: dict[str, collections.Counter[str]] = {}
+    for name, stored in _gguf_maps(path).items():
+        fate = "widened"
+        if name in as_codes:
+            fate = "kept" if _keeps_blocks(stored, as_codes[name]) else "rounded_to_q8_0"
+        counted.setdefault(fate, collections.Counter())[stored.kind.name] += 1
+    return {
+        fate: ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        for fate, kinds in counted.items()
+    }
+
+
+def _gguf_maps(path: Path) -> dict[str, StoredTensor]:
+    """Return the matrices of a .gguf file, by the names of their modules in a checkpoint."""
+    tensors = ((_name_of_gguf(name), each) for name, each in read_gguf(path).tensors.items())
+    return {
+        name.removesuffix(".weight"): each
+        for name, each in tensors
+        if name.endswith(".weight") and len(each.shape) == 2
+    }
+
+
+def _keeps_blocks(stored: StoredTensor, code_format: CodeFormat) -> bool:
+    own = GGUF_FORMATS.get(stored.kind.name)
+    return own is not None and own.kind is code_format.kind
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -109,8 +150,8 @@ def require_layers(num_layers: int, path: Path) -> None:
         raise InvalidField(problem, field="weights")
 
 
-Fill = Callable[[str, torch.Tensor], None]
-"""Writes the tensor of that name into one of its shape, and casts it where that one is."""
+Fill = Callable[[TensorHeader, torch.Tensor], None]
+"""Writes a stored tensor into one of its shape, and casts it where that one is."""
 
 
 @contextlib.contextmanager
@@ -120,7 +161,7 @@ def opened(file: Path) -> Iterator[Fill]:
         yield functools.partial(_copy, _unpickled(file).__getitem__)
     elif is_gguf(file):
         try:
-            yield functools.partial(fill_from_gguf, file)
+            yield fill_from_gguf
         finally:
             _gguf_codes.cache_clear()
     else:
@@ -131,13 +172,15 @@ def opened(file: Path) -> Iterator[Fill]:
 def read(header: TensorHeader) -> torch.Tensor:
     tensor = torch.empty(header.shape, dtype=header.dtype)
     with opened(header.file) as fill:
-        fill(header.name, tensor)
+        fill(header, tensor)
     return tensor
 
 
-def _copy(mapped: Callable[[str], torch.Tensor], name: str, target: torch.Tensor) -> None:
-    with refusing(name, "weights"):
-        tensor = mapped(name)
+def _copy(
+    mapped: Callable[[str], torch.Tensor], header: TensorHeader, target: torch.Tensor
+) -> None:
+    with refusing(header.name, "weights"):
+        tensor = mapped(header.name)
     target.copy_(tensor.to(target.device))
 
 
@@ -163,20 +206,19 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return files
 
 
-def _headers(file: Path, as_codes: Collection[str]) -> Iterator[TensorHeader]:
+def _headers(file: Path, as_codes: Mapping[str, CodeFormat]) -> Iterator[TensorHeader]:
     if file.suffix in _PICKLED:
         for name, tensor in _unpickled(file).items():
             yield TensorHeader(name, file, tuple(tensor.shape), tensor.dtype)
         return
     if is_gguf(file):
-        formats = code_formats(file) if as_codes else {}
         for own_name, stored in read_gguf(file).tensors.items():
             name = _name_of_gguf(own_name)
             base = name.rpartition(".")[0]
-            if base in as_codes:
-                codes = formats[base].empty(stored.shape, torch.device("meta")).tensors()
+            if (own := as_codes.get(base)) is not None:
+                codes = own.empty(stored.shape, torch.device("meta")).tensors()
                 for part, like in codes.items():
-                    yield TensorHeader(f"{base}.{part}", file, tuple(like.shape), like.dtype)
+                    yield TensorHeader(f"{base}.{part}", file, tuple(like.shape), like.dtype, own)
             elif own_name != ROPE_FACTORS:
                 yield TensorHeader(name, file, stored.shape, torch.float32)
         return
@@ -364,7 +406,7 @@ def load(
         with opened(part[0].header.file) as fill:
             for move in part:
                 target = _target(network, move, device)
-                fill(move.header.name, target)
+                fill(move.header, target)
                 _require_finite(target, move.header)
                 meter.add(move.header.num_bytes)
     meter.finish()
@@ -507,7 +549,7 @@ _GGUF_LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 GGUF_FORMATS = {
-    "Q8_0": CodeFormat(WeightKind.INT8, 32, torch.float16),
+    "Q8_0": BLOCKS_OF_8_BITS,
     "Q4_0": CodeFormat(WeightKind.INT4, 32, torch.float16),
     "Q4_1": CodeFormat(WeightKind.INT4, 32, torch.float16, has_minima=True),
     "Q4_K": CodeFormat(WeightKind.INT4, 32, torch.float32, has_minima=True),
@@ -518,15 +560,16 @@ _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _GGUF_HEADS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
 
-def fill_from_gguf(path: Path, name: str, target: torch.Tensor) -> None:
+def fill_from_gguf(header: TensorHeader, target: torch.Tensor) -> None:
     """Write a tensor by its name in a checkpoint, cast, into one of its shape."""
+    path, name = header.file, header.name
     file = read_gguf(path)
     names = {_name_of_gguf(stored): stored for stored in file.tensors}
-    if name not in names:
+    if header.code_format is not None:
         base, _, part = name.rpartition(".")
         stored = names[f"{base}.weight"]
         with refusing(f"{stored} in {path.name}", "weights"):
-            target.copy_(_gguf_codes(path, stored)[part])
+            target.copy_(_gguf_codes(path, stored, header.code_format)[part])
         return
     stored = names[name]
     takes_numbers = target.device.type == "cpu" and target.dtype is torch.float32
@@ -542,16 +585,22 @@ def fill_from_gguf(path: Path, name: str, target: torch.Tensor) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _gguf_codes(path: Path, stored: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of `MapCodes` by name, of a map in blocks."""
+def _gguf_codes(path: Path, stored: str, code_format: CodeFormat) -> dict[str, torch.Tensor]:
+    """Return the tensors of `MapCodes` by name, of a map in blocks, rounded if they are others."""
     file = read_gguf(path)
-    blocks = file.codes(stored)
-    codes = torch.from_numpy(blocks.values)
-    if codes.dtype is torch.uint8:
-        codes = codes[:, ::2] | codes[:, 1::2] << 4
-    found = {"codes": codes, "scales": torch.from_numpy(blocks.scales)}
-    if blocks.minima is not None:
-        found["minima"] = torch.from_numpy(blocks.minima)
+    if _keeps_blocks(file.tensors[stored], code_format):
+        blocks = file.codes(stored)
+        codes = torch.from_numpy(blocks.values)
+        if codes.dtype is torch.uint8:
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
+        found = {"codes": codes, "scales": torch.from_numpy(blocks.scales)}
+        if blocks.minima is not None:
+            found["minima"] = torch.from_numpy(blocks.minima)
+    else:
+        rounded = [
+            map_codes(torch.from_numpy(each), code_format).tensors() for each in file.chunks(stored)
+        ]
+        found = {part: torch.cat([each[part] for each in rounded]) for part in rounded[0]}
     if heads := _rotated_heads(file, stored):
         found = {name: _pairs_apart(rows, heads) for name, rows in found.items()}
     return found

@@ -9,7 +9,7 @@ import functools
 import importlib
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,7 @@ Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]
 
 _CHUNK_BYTES = 2**17  # of blocks, so that what is made of them between stays in a core's cache
+_NUMBERS_AT_ONCE = 2**18  # likewise
 
 
 class BlockCodes(NamedTuple):
@@ -66,6 +67,13 @@ def _q4_k(blocks: Bytes) -> BlockCodes:
     return BlockCodes(_nibbles(blocks[:, 16:].reshape(-1, 32)).reshape(-1, 256), scale, least)
 
 
+def _q5_k(blocks: Bytes) -> BlockCodes:
+    """Split as Q4_K, with the fifth bit of group i in bit i of 32 bytes before the nibbles."""
+    codes = _q4_k(np.concatenate([blocks[:, :16], blocks[:, 48:]], 1))
+    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return codes._replace(values=codes.values | (fifth << 4).reshape(-1, 256))
+
+
 def _q6_k(blocks: Bytes) -> BlockCodes:
     """Sixteen groups of 16; the lower 4 bits of a number and the upper 2 are apart."""
     low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 32)
@@ -96,6 +104,7 @@ SPLIT: Mapping[str, Callable[[Bytes], BlockCodes]] = {
     ),
     "Q8_0": lambda each: BlockCodes(each[:, 2:].view(np.int8), _halves(each[:, :2]), None),
     "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
 """By type: splits blocks into codes, scales and minima."""
@@ -104,8 +113,11 @@ SPLIT: Mapping[str, Callable[[Bytes], BlockCodes]] = {
 # ---------------------------------------------------------------- reader
 
 SUFFIX = ".gguf"
+NUMBERS = ("F32", "F16", "BF16")
+"""Types without blocks."""
+
 TYPES = (
-    *("F32", "F16", "BF16"),
+    *NUMBERS,
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS"),
@@ -167,6 +179,19 @@ class GgufFile(NamedTuple):
         plain = {"F32": np.float32, "F16": np.float16}.get(stored.kind.name)
         values = rows.view(plain) if plain else gguf.dequantize(rows, stored.kind)
         out[...] = values.reshape(stored.shape)
+
+    def chunks(self, name: str) -> Iterator[Numbers]:
+        """Yield a matrix, dequantised, some rows at a time, which bounds the memory of a start."""
+        stored = self.tensors[name]
+        rows, inputs = stored.shape
+        size, step = stored.num_bytes // rows, max(_NUMBERS_AT_ONCE // inputs, 1)
+        for first in range(0, rows, step):
+            out = np.empty((min(step, rows - first), inputs), np.float32)
+            part = StoredTensor(
+                stored.kind, out.shape, stored.offset + first * size, len(out) * size
+            )
+            self._replace(tensors={name: part}).read(name, out)
+            yield out
 
     def codes(self, name: str) -> BlockCodes:
         """Return a matrix in blocks, row by row."""

@@ -389,6 +389,29 @@ def test_a_board_that_is_not_here(memory, fits, tmp_path, capsys):
     assert {row["model"]: row["fits"] for row in said["models"]}["moondream2"] == fits
 
 
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen3-0.6B"])
+def test_rounded_sizes_of_text_models_are_those_of_their_maps(name):
+    """A tied head has a copy of 8 bits beside the embeddings, which stay in bf16."""
+    import torch
+    from legato_engine.kernels.map_codes import KINDS, format_of
+    from legato_engine.models.decoder.model import DecoderNetwork
+
+    from benchmarks.decode.text_step import MODELS as CONFIGS
+
+    meta = torch.device("meta")
+    with meta:
+        network = DecoderNetwork(CONFIGS[name]).to(torch.bfloat16)
+    layers = [m for m in network.layers.modules() if isinstance(m, torch.nn.Linear)]
+    for kind, num_bytes in MODELS[name.lower()].rounded_bytes:
+        own = format_of(KINDS[kind])
+        maps = [(each.weight.shape, own) for each in layers]
+        maps.append((network.embed_tokens.weight.shape, own.of_head))
+        codes = [of.empty(shape, meta).tensors().values() for shape, of in maps]
+        kept = sum(each.nbytes for each in network.parameters())
+        kept -= sum(each.weight.nbytes for each in layers)
+        assert num_bytes == kept + sum(each.nbytes for tensors in codes for each in tensors)
+
+
 def test_an_integrated_gpu_has_the_hosts_free_memory(monkeypatch):
     """Its total is the host's, of which others have a part."""
     devices = [

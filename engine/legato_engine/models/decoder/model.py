@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,14 @@ from legato_engine.kernels import ops, packed_weights
 from legato_engine.kernels.cpu import decoder as cpu
 from legato_engine.kernels.cpu.decoder import PanelWeight, panel_kind
 from legato_engine.kernels.cpu.library import Library
-from legato_engine.kernels.map_codes import GROUP, CodeFormat, WeightKind, format_of, map_codes
+from legato_engine.kernels.map_codes import (
+    BLOCKS_OF_8_BITS,
+    GROUP,
+    CodeFormat,
+    WeightKind,
+    format_of,
+    map_codes,
+)
 from legato_engine.kernels.packed_weights import PackedWeight
 from legato_engine.kernels.pages import AttentionMetadata, LayerCache, Span
 from legato_engine.kernels.parameters import LowRankStack
@@ -74,7 +81,7 @@ def load_weights(
     device: torch.device,
     options: LoadOptions = LOAD_DEFAULTS,
     *,
-    as_codes: Collection[str] = (),
+    as_codes: Mapping[str, CodeFormat] = {},
 ) -> DecoderNetwork:
     """Fill a network made on the meta device, which expects the maps `as_codes` of a GGUF file so.
 
@@ -288,18 +295,20 @@ class DecoderNetwork(nn.Module):
 
     def expect_codes(
         self, formats: Mapping[str, CodeFormat], tied_format: CodeFormat | None = None
-    ) -> set[str]:
-        """Have codes in place of maps, all of whose parts in the checkpoint have one format.
+    ) -> dict[str, CodeFormat]:
+        """Have codes in place of maps, all of whose parts in the checkpoint have a format.
 
-        Return the names of these parts. A tied head is to be rounded to `tied_format`.
+        Return the formats of these parts: a map has one kernel, so parts of different formats are
+        to be rounded to blocks of 8 bits. A tied head is to be rounded to `tied_format`.
         """
-        found: set[str] = set()
+        found: dict[str, CodeFormat] = {}
         self._tied_format = tied_format
         for module, parts in self._coded():
-            own = {formats.get(part) for part in parts}
-            if len(own) == 1 and (code_format := own.pop()) is not None:
+            if all(part in formats for part in parts):
+                own = {formats[part] for part in parts}
+                code_format = own.pop() if len(own) == 1 else BLOCKS_OF_8_BITS
                 module.expect_codes(code_format)
-                found.update(parts)
+                found |= dict.fromkeys(parts, code_format)
         return found
 
     def dequantise(self) -> None:

@@ -99,23 +99,48 @@ def write_small(path, fields=None, add=None):
 
 
 def quantised(values, of):
-    """The library's blocks; it writes none of Q4_K, whose scales here reach the largest value."""
-    if of.name != "Q4_K":
+    """The library's blocks; of those that it does not write, simple ones of the same layout."""
+    if of.name == "Q6_K":
+        return _q6_k(values)
+    if of.name not in ("Q4_K", "Q5_K"):
         return gguf.quantize(values, of)
+    most = 15 if of.name == "Q4_K" else 31
     groups = values.reshape(-1, 8, 32)
     low = np.minimum(groups.min(2), 0)
-    whole = [((groups.max(2) - low) / 15).max(1), -low.min(1)]
+    whole = [((groups.max(2) - low) / most).max(1), -low.min(1)]
     halves = [(each / 63).astype(np.float16)[:, None] for each in whole]
     step, least = (each.astype(np.float32) for each in halves)
-    scale = np.ceil((groups.max(2) - low) / 15 / step).clip(1, 63).astype(np.uint8)
+    scale = np.ceil((groups.max(2) - low) / most / step).clip(1, 63).astype(np.uint8)
     minimum = np.ceil(-low / least).clip(0, 63).astype(np.uint8)
     exact = (groups + (minimum * least)[..., None]) / (scale * step)[..., None]
-    codes = exact.round().clip(0, 15).astype(np.uint8)
+    codes = exact.round().clip(0, most).astype(np.uint8)
     six = [each[:, :4] | each[:, 4:] >> 4 << 6 for each in (scale, minimum)]
     six.append(scale[:, 4:] & 15 | (minimum[:, 4:] & 15) << 4)
-    pairs = codes.reshape(-1, 4, 2, 32)
+    fifth = [np.bitwise_or.reduce(codes >> 4 << np.arange(8, dtype=np.uint8)[:, None], 1)]
+    pairs = codes.reshape(-1, 4, 2, 32) & 15
     nibbles = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
-    parts = [*(each.view(np.uint8) for each in halves), *six, nibbles]
+    parts = [
+        *(each.view(np.uint8) for each in halves),
+        *six,
+        *(fifth if most > 15 else []),
+        nibbles,
+    ]
+    return np.concatenate(parts, 1).reshape(values.shape[0], -1)
+
+
+def _q6_k(values):
+    """Blocks whose groups' largest numbers are -32 steps, before scales are rounded to 8 bits."""
+    groups = values.reshape(-1, 16, 16)
+    at = np.abs(groups).argmax(2)[..., None]
+    scale = np.take_along_axis(groups, at, 2)[..., 0] / -32
+    whole = (np.abs(scale).max(1) / 127).astype(np.float16)[:, None]
+    eight = np.rint(scale / whole.astype(np.float32)).astype(np.int8)
+    steps = np.where(eight == 0, 1, eight * whole.astype(np.float32))[..., None]
+    codes = (np.rint(groups / steps).clip(-32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = (codes[:, :, :2] & 15 | (codes[:, :, 2:] & 15) << 4).reshape(-1, 128)
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    high = np.bitwise_or.reduce(codes >> 4 << shifts, 2).reshape(-1, 64)
+    parts = [low, high, eight.view(np.uint8), whole.view(np.uint8)]
     return np.concatenate(parts, 1).reshape(values.shape[0], -1)
 
 
