@@ -425,10 +425,6 @@ class Sequence:
     progress: Progress = dataclasses.field(default_factory=Progress)
     draft_stats: DraftStats = dataclasses.field(default_factory=DraftStats)
     num_image_tokens: int = 0  # of the prefix or of the prompt
-    prompt_length: int = dataclasses.field(init=False)  # of prefix and prompt
-    max_length: int = dataclasses.field(init=False)
-    """Maximum positions that need KV; the last token is no input."""
-
     tokens: list[TokenKey] = dataclasses.field(init=False)  # prompt and committed tokens
     certainties: list[Certainty] = dataclasses.field(default_factory=list)
     """Of committed tokens, if the task has payloads; later ones only, if a caller lost the first.
@@ -436,8 +432,15 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = [(token.token_id, token.payload) for token in self.prompt]
-        self.prompt_length = self.prefix_length + len(self.prompt)
-        self.max_length = self.prompt_length + self.task.max_tokens - 1
+
+    @property
+    def prompt_length(self) -> int:
+        return self.prefix_length + len(self.prompt)
+
+    @property
+    def max_length(self) -> int:
+        """Return the maximum positions that need KV; the last token is no input."""
+        return self.prefix_length + len(self.prompt) + self.task.max_tokens - 1
 
     @property
     def length(self) -> int:
@@ -491,10 +494,11 @@ class Sequence:
 
     def commit(self, token: SampledToken) -> bool:
         """Append a token; return whether the task may sample no further one."""
+        task = self.task
         self.tokens.append((token.token_id, token.payload))
-        if self.task.has_payload and token.certainty is not None:
+        if task.has_payload and token.certainty is not None:
             self.certainties.append(token.certainty)
-        return self.prefix_length + len(self.tokens) > self.max_length
+        return len(self.tokens) - len(self.prompt) == task.max_tokens
 
     def roll_back_decode(self) -> None:
         """Uncount a decode whose row had ended or that ran behind an aborted loop."""

@@ -112,7 +112,7 @@ def test_draft_pages_are_reserved_all_or_none() -> None:
 
 def sequence_of(one: Sequence, positions: int) -> Sequence:
     """Allow the sequence to grow to `positions` and return it."""
-    one.max_length = positions
+    one.task.max_tokens = positions
     return one
 
 
@@ -154,10 +154,10 @@ def test_draft_pages_evict_cached_pages_and_no_others() -> None:
     other, one = sequence(1, 1, None, max_tokens=1), sequence(2, 1, None, max_tokens=30)
     admit(manager, other)
     admit(manager, one)
-    one.max_length = 16
+    one.task.max_tokens = 14
     assert manager.reserve_draft(one, 16)
     assert manager.prefix_pages == 0
-    one.max_length = 20
+    one.task.max_tokens = 18
     assert not manager.reserve_draft(one, 20)
     manager.check()
 
