@@ -40,7 +40,7 @@ from legato_engine.types import (
 from PIL import Image
 
 from tests.adapters import random_adapter, safetensors_file
-from tests.fake_runner import InlineStream
+from tests.fake_device import InlineStream
 from tests.gpu import test_kernels
 from tests.gpu.test_kernels import ROWS, TOKENS, World, chosen, decode_batch, error, read, written
 

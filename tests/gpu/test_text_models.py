@@ -26,7 +26,7 @@ from legato_engine.types import AnswerFormat, DetectSpec, FinishReason, PointSpe
 from tests.adapters import PeftAdapter
 from tests.engine.models import against_transformers as same
 from tests.engine.models.test_qwen3_vl import SHAPES, Row, prepared, task_of
-from tests.fake_runner import InlineStream
+from tests.fake_device import InlineStream
 
 pytestmark = [
     pytest.mark.gpu,

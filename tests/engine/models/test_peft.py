@@ -19,7 +19,7 @@ from tests.adapters import ALL, PeftAdapter
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder
 from tests.engine.models.paged_session import AdaptedModel, AdaptedSession, PagedSession, walk
-from tests.fake_runner import InlineStream
+from tests.fake_device import InlineStream
 
 MAX_RANK = 16
 TEXT: dict[str, Any] = {

@@ -31,7 +31,7 @@ from tests.engine.core.test_memory import Alone, run_all, shared
 from tests.engine.core.world import CONFIG, World, png
 from tests.engine.scheduler.world import num_images
 from tests.engine.speculative.test_speculation import Run
-from tests.fake_runner import GraphDevice
+from tests.fake_device import GraphDevice
 from tests.gpu.guard import GraphsOnly
 
 TEXT = tiny_random_config().text
@@ -327,7 +327,7 @@ def test_a_prompt_behind_a_loop_is_few_calls(assembly, monkeypatch, second, num_
     assert calls.count("submit") == num_passes + 1 + places_apart
 
 
-@pytest.mark.parametrize("steps", [300, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [200, pytest.param(3000, marks=pytest.mark.slow)])
 def test_requests_that_come_and_go_change_no_answer(assembly, monkeypatch, steps):
     """Every skill beside loops, arrivals and aborts at any step; the warm-up has made all works."""
     monkeypatch.setattr(kernel_backend, "Sampler", GreedySampler)

@@ -11,7 +11,7 @@ from legato_engine.runtime.torch_backend import TorchBackend
 from tests.adapters import PeftAdapter
 from tests.engine.models import against_transformers as same
 from tests.engine.models import hub_folder, test_decoders
-from tests.fake_runner import GraphDevice
+from tests.fake_device import GraphDevice
 from tests.gpu.guard import GraphsOnly, GuardViolation
 
 SIZE = 64

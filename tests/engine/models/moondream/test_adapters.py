@@ -24,7 +24,7 @@ from tests.adapters import (
     torch_file,
 )
 from tests.engine.models.paged_session import AdaptedSession, PagedSession, walk
-from tests.fake_runner import InlineStream
+from tests.fake_device import InlineStream
 
 CPU = torch.device("cpu")
 MAX_RANK = 16

@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from tests.adapters import torch_file
 from tests.engine.models.moondream.test_model import best, payload_of, relative_error
 from tests.engine.models.paged_session import PAGE_SIZE, AdaptedSession, PagedSession
-from tests.fake_runner import InlineStream
+from tests.fake_device import InlineStream
 from tests.reference.cases import leaning
 from tests.reference.moondream3 import config as sizes
 from tests.reference.moondream3 import (
