@@ -16,16 +16,14 @@ from tests.simulation.engine_host import NothingLeft, virtual_time
 from tests.simulation.run import Totals, run, run_all
 
 SEEDS = 10_000
-PART = 500
-SOON = 500
-"""Of them where tests end soon."""
+PART = 250
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "first",
     [
-        first if first < SOON else pytest.param(first, marks=pytest.mark.slow)
+        pytest.param(first, marks=[pytest.mark.slow] if first else [])
         for first in range(0, SEEDS, PART)
     ],
 )
