@@ -35,23 +35,21 @@ class PagedSession:
         self.payload_R2 = torch.zeros(num_rows, 2)
         self.prefixes = {}
 
-    def prefix(self, image, length):
-        """Return pages of BOS and the image, computed once per image; none for no positions."""
+    def prefix(self, image):
+        """Return pages of BOS and the image, and their positions, computed once per image."""
         key = image.key if image is not None else None
-        if length == 0:
-            return torch.zeros(0, dtype=torch.int64)
         if key not in self.prefixes:
-            pages = torch.tensor(self._take(-(-length // PAGE_SIZE)))
             x_PD = self.model.prefix_embeddings(image)
-            assert x_PD.shape[0] == length
-            self.model.cache_span(x_PD, PrefillSpan(0, pages, bidirectional=True), self.kv)
-            self.prefixes[key] = pages
+            length = len(x_PD)
+            pages = torch.tensor(self._take(-(-length // PAGE_SIZE)), dtype=torch.int64)
+            if length:
+                self.model.cache_span(x_PD, PrefillSpan(0, pages, bidirectional=True), self.kv)
+            self.prefixes[key] = pages, length
         return self.prefixes[key]
 
     def prefill(self, row, image, prompt):
         """[1, D] hidden of the prompt's last token; the row continues from there."""
-        length = self.model.prefix_embeddings(image).shape[0]
-        shared = self.prefix(image, length)
+        shared, length = self.prefix(image)
         num_full = length // PAGE_SIZE
         pages = torch.tensor(shared[:num_full].tolist() + self._take(self.pages_per_row - num_full))
         if length % PAGE_SIZE:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.presets import tiny_random3_config
 from legato_engine.models.moondream.refiner import MaskHead
-from legato_engine.models.moondream.vision import Vision, normalised, patches
+from legato_engine.models.moondream.vision import normalised, patches
 from legato_engine.models.moondream.weights import random_weights
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -67,9 +67,11 @@ def write_model(folder: Path) -> None:
 
 
 def write_head(path: Path) -> None:
-    """Write a head trained for that model's vision encoder to find what is bright."""
-    network = random_weights(config(), 0, torch.device("cpu"), torch.float32)
-    write_learnt_head(path, "scripted", config(), network.vision)
+    """Write a head that turns a box around something bright into its mask, trained once a run."""
+    trained = made_once(
+        "head.pt", lambda part: torch.save({"head": _learnt_head().state_dict()}, part)
+    )
+    shutil.copyfile(trained, path)
 
 
 def _tokenizer() -> Tokenizer:
@@ -144,21 +146,10 @@ def random_head(config: MoondreamConfig, seed: int = 0, *, dim: int = DIM) -> Ma
     return head.eval().requires_grad_(requires_grad=False)
 
 
-def write_learnt_head(path: Path, name: str, config: MoondreamConfig, vision: Vision) -> None:
-    """Write a head that turns a box around something bright into its mask.
-
-    The name stands for the configuration and the encoder.
-    """
-
-    def make(part: Path) -> None:
-        torch.save({"head": _learnt_head(config, vision).state_dict()}, part)
-
-    shutil.copyfile(made_once(f"{name}-head.pt", make), path)
-
-
-def _learnt_head(config: MoondreamConfig, vision: Vision) -> MaskHead:
-    head = random_head(config).requires_grad_()
-    settings, side = config.refiner, config.vision.crop_size
+def _learnt_head() -> MaskHead:
+    vision = random_weights(config(), 0, torch.device("cpu"), torch.float32).vision
+    head = random_head(config()).requires_grad_()
+    settings, side = config().refiner, config().vision.crop_size
     assert settings is not None
     adam = torch.optim.Adam(head.parameters(), lr=_RATE)
     random = np.random.default_rng(0)
@@ -171,7 +162,7 @@ def _learnt_head(config: MoondreamConfig, vision: Vision) -> MaskHead:
                 torch.from_numpy(np.stack(part)) for part in zip(*scenes, strict=True)
             )
             with torch.no_grad():
-                fed = patches(normalised(pixels, torch.float32), config.vision.patch_size)
+                fed = patches(normalised(pixels, torch.float32), config().vision.patch_size)
                 early, late = vision.encode_tapped(fed, settings.early_block)
             mask = coarse.float()
             loss = torch.zeros(())

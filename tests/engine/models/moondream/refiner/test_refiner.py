@@ -6,7 +6,7 @@ import pytest
 import torch
 from legato_engine.errors import InvalidField
 from legato_engine.models.moondream.frontend import MoondreamFrontend
-from legato_engine.models.moondream.presets import moondream3_config, tiny_random3_config
+from legato_engine.models.moondream.presets import moondream3_config
 from legato_engine.models.moondream.refiner import (
     MaskAttention,
     MaskHead,
@@ -22,15 +22,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.engine.models.moondream.refiner import scripted
-from tests.engine.models.moondream.refiner.scripted import (
-    BRIGHT,
-    DARK,
-    random_head,
-    write_learnt_head,
-)
+from tests.engine.models.moondream.refiner.scripted import BRIGHT, DARK, random_head
 from tests.engine.models.moondream.refiner.shapes import drawn, overlap
 
-CONFIG = tiny_random3_config()
+CONFIG = scripted.config()
 CPU = torch.device("cpu")
 WIDTH, HEIGHT = 320, 240
 INFO = ImageProperties(image_id="i", width=WIDTH, height=HEIGHT, cache_hit=False)
@@ -47,7 +42,7 @@ def network():
 def learnt(network, tmp_path_factory):
     """A refiner trained to find what is bright in its box."""
     path = tmp_path_factory.mktemp("head") / "model.pt"
-    write_learnt_head(path, "tiny", CONFIG, network.vision)
+    scripted.write_head(path)
     return MoondreamRefiner(CONFIG, network.vision, path)
 
 
