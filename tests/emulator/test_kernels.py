@@ -90,10 +90,12 @@ OUTPUTS = 16 * 96
 
 
 @pytest.mark.usefixtures("portable_gpu")
-def test_products_of_blocks_without_hoppers_features(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_1", pytest.param("Q4_0", marks=pytest.mark.slow)])
+def test_products_of_blocks_without_hoppers_features(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """By copies of 16 bytes, which scales and minima of every kind of block divide into."""
-    for name in ("Q8_0", "Q4_0", "Q4_1"):
-        test_products_of_blocks_are_those_of_their_values(monkeypatch, name)
+    test_products_of_blocks_are_those_of_their_values(monkeypatch, name)
 
 
 def check_products(packed: skinny_gemm.PackedMap) -> None:
@@ -393,7 +395,9 @@ LAYERS = 3
 """The fewest that it takes."""
 
 
-@pytest.mark.parametrize("batch", [1, 5, MOST_TOKENS])
+@pytest.mark.parametrize(
+    "batch", [MOST_TOKENS, *(pytest.param(batch, marks=pytest.mark.slow) for batch in (1, 5))]
+)
 def test_it_has_the_bits_of_a_kernel_for_each_end_of_a_layer(
     monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:

@@ -107,7 +107,10 @@ def test_a_step_is_as_exact_as_torch(name: str, batch: int) -> None:
 )
 def test_a_step_without_hoppers_features_is_as_exact_as_torch(name: str, batch: int) -> None:
     """By copies of 16 bytes, without clusters; tokens at a tile's end have their own bits."""
-    portable = world_of(CONFIGS[name], CPU, e4m3="e4m3" in name, kv8=name.endswith("kv8"))
+    config = CONFIGS[name]
+    if config.text.moe is None:
+        config = shallow(config, num_layers=1)  # another one has the same kernels
+    portable = world_of(config, CPU, e4m3="e4m3" in name, kv8=name.endswith("kv8"))
     test_kernels.a_step_is_as_exact_as_torch(portable, batch)
     test_kernels.a_row_has_the_same_bits_in_any_batch(portable, (9,), rows=(7, 8))
 
@@ -119,11 +122,12 @@ def test_a_step_without_hoppers_features_is_as_exact_as_torch(name: str, batch: 
 def test_inputs_in_two_rounds_are_as_exact_as_torch(
     monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
-    """The first half of all inputs in registers; tokens at a tile's end have their own bits."""
+    """The first half of all inputs in registers; the token of a second tile has its own bits."""
     monkeypatch.setattr(skinny_gemm, "held_rounds", lambda inputs, *_: 1 + (inputs > 512))
-    halved = world_of(plain(SMALL | {"dim": 640, "num_heads": 10}), CPU)
+    config = plain(SMALL | {"dim": 576, "num_heads": 9})
+    halved = world_of(shallow(config, num_layers=1), CPU)
     test_kernels.a_step_is_as_exact_as_torch(halved, batch)
-    test_kernels.a_row_has_the_same_bits_in_any_batch(halved, (9,), rows=(7, 8))
+    test_kernels.a_row_has_the_same_bits_in_any_batch(halved, (9,), rows=(8,))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def test_inputs_in_two_rounds_are_as_exact_as_torch(
         ("plain", "fp8", 5),
         ("plain-parts", "int4", 9),
         ("routed", "int8", 13),
-        ("routed-runs", "int4", 5),
+        ("routed-runs", "int4", 3),
         *(
             pytest.param(name, weights, batch, marks=pytest.mark.slow)
             for name, weights, batch in (
@@ -153,7 +157,7 @@ def test_a_step_of_quantised_weights_is_as_exact_as_torch(
     """Against the quantised weights in float32, keys and values in e4m3 beside them."""
     quantised = world_of(CONFIGS[name], CPU, kv8=weights != "int8", weights=weights)
     test_kernels.a_step_is_as_exact_as_torch(quantised, batch)
-    test_kernels.a_row_has_the_same_bits_in_any_batch(quantised, (batch,), rows=(0, batch - 1))
+    test_kernels.a_row_has_the_same_bits_in_any_batch(quantised, (batch,), rows=(batch - 1,))
 
 
 @pytest.mark.usefixtures("portable_gpu")
