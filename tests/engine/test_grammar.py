@@ -132,7 +132,7 @@ def conforms(value, schema):
     return value is None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1))
 def test_every_text_under_a_schema_parses_and_conforms(schema, seed):
     """Whatever tokens are drawn, the complete text is JSON of the schema."""
@@ -233,7 +233,7 @@ def after(wanted, tokens):
     return allowed(grammar)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1))
 def test_a_forced_token_is_the_only_one_allowed(schema, seed):
     """So it is certain; masks ahead of the accepted tokens are those of a grammar that is not."""
@@ -343,7 +343,7 @@ def test_forced_tokens_do_not_change_answers(engine, monkeypatch, temperature):
             assert num_decodes(steps) < 0.75 * num_decodes(singly)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(schemas=st.lists(SCHEMAS, min_size=1, max_size=3), seed=st.integers(0, 99))
 def test_forced_tokens_do_not_change_answers_to_a_schema(engine, schemas, seed):
     """Whatever the schemas of a batch, with one launch in flight or two."""
@@ -358,11 +358,11 @@ def test_forced_tokens_do_not_change_answers_to_a_schema(engine, schemas, seed):
 def test_an_answer_may_end_within_forced_tokens(engine, monkeypatch):
     """At max_tokens or a stop string, wherever in a run that is, as if it came token by token."""
     tasks = WITH_RUNS[-2:]
-    for most in range(1, 12):
+    for most in range(1, 12, 2):
         expected = without_forced(engine, monkeypatch, tasks, max_tokens=most)
         answers = engine.ask(tasks, max_tokens=most)
         assert (answers.told, answers.reasons) == (expected.told, expected.reasons)
-    for stop in ("box", "d", ", ", "more", "ns"):
+    for stop in ("box", ", ", "ns"):
         expected = without_forced(engine, monkeypatch, tasks, max_tokens=40, stop=(stop,))
         answers = engine.ask(tasks, max_tokens=40, stop=(stop,))
         assert (answers.told, answers.results) == (expected.told, expected.results)
@@ -440,7 +440,7 @@ def test_an_answer_resumes_within_forced_tokens(engine):
     """After another engine's end, wherever that left it, the rest is the same."""
     task, sampling = LISTED, SamplingParams(max_tokens=60, temperature=1.0, seed=5)
     whole = engine.ask([task], max_tokens=60, temperature=1.0, seed=5).tokens["0"]
-    for count in range(1, len(whole)):
+    for count in range(1, len(whole), 2):
         answers = Answers()
         scheduler = engine.assembly.scheduler(answers, pipeline_depth=2)
         request = Request(
@@ -454,7 +454,7 @@ def test_an_answer_resumes_within_forced_tokens(engine):
         assert answers.tokens["0"] == whole[count:]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_forced_tokens_survive_ends_of_others(engine, monkeypatch, seed):
     """Requests are aborted or stopped at any step, and the pipeline's depth changes.
 

@@ -158,12 +158,25 @@ def _idle(load):
     return load.running + load.waiting + load.inflight + load.rows_used + load.pages_used == 0
 
 
+@pytest.fixture
+def under_batch():
+    """Have processes that this one starts begin under SCHED_BATCH."""
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    yield
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 @pytest.mark.real_start
+@pytest.mark.usefixtures("under_batch")
 async def test_only_the_service_stops_it(monkeypatch):
-    """The engine ignores SIGTERM and SIGINT; after `Shutdown` it exits with code 0."""
+    """The engine ignores SIGTERM and SIGINT; after `Shutdown` it exits with code 0.
+
+    With a device it runs under SCHED_OTHER, whatever it was started under.
+    """
     monkeypatch.setattr(engine_client, "_SHUTDOWN_GRACE", math.inf)
     async with running() as client:
         process = client._process
+        assert policies(process.pid) == {os.SCHED_OTHER}
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(process.pid, number)
         assert isinstance([r async for r in client.submit(ask("a"))][-1], Done)
@@ -260,33 +273,22 @@ def test_modules_of_the_service_load_no_torch():
 
 
 @pytest.mark.real_start
-@pytest.mark.parametrize(
-    ("model", "then"), [("random-tiny", os.SCHED_OTHER), ("null", os.SCHED_BATCH)]
-)
-async def test_scheduling_policy_with_and_without_a_device(model, then):
-    """An engine with a device runs under SCHED_OTHER; one without inherits the policy."""
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    client = EngineClient(msgspec.structs.replace(CONFIG, model=model))
-    try:
-        await client.start()
-        await client.wait_ready()
-        assert client._process is not None
-        assert policies(client._process.pid) == {then}
-    finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        await client.close()
+@pytest.mark.usefixtures("under_batch")
+async def test_an_engine_without_a_device_inherits_the_scheduling_policy():
+    async with running(msgspec.structs.replace(CONFIG, model="null")) as client:
+        assert policies(client._process.pid) == {os.SCHED_BATCH}
 
 
 async def test_a_slow_image_does_not_make_the_engine_look_stuck(monkeypatch):
     """An image that takes longer than a step may is prepared, not mistaken for a stuck step."""
-    monkeypatch.setenv(failpoints.VARIABLE, "decode.begin=sleep(8)@1")
-    client = EngineClient(CONFIG, limits=EngineLimits(backoff_first=0.05, stuck=5))
+    monkeypatch.setenv(failpoints.VARIABLE, "decode.begin=sleep(4.5)@1")
+    client = EngineClient(CONFIG, limits=EngineLimits(backoff_first=0.05, stuck=3))
     await client.start()
     try:
         await client.wait_ready()
         done = [output async for output in client.submit(ask("a", image(client)))][-1]
         assert isinstance(done, Done)
-        assert done.timings.image > 7
+        assert done.timings.image > 4
         assert client.restarts == 0
     finally:
         await client.close()
