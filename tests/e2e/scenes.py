@@ -68,12 +68,12 @@ def overlap(one: Box, other: Box) -> float:
     return shared / (_area(one) + _area(other) - shared)
 
 
-LONG_ANSWER = task_pb2.Sampling(temperature=100.0, top_p=1.0, seed=3, max_tokens=440)
-"""Tokens at random: nonsense of hundreds of tokens, the same each time."""
+LONG_ANSWER = task_pb2.Sampling(temperature=100.0, top_p=1.0, seed=3, max_tokens=200)
+"""Tokens at random: nonsense, the same each time."""
 
 
 def long_query(**fields: Any) -> inference_pb2.QueryRequest:
-    """A request that decodes for seconds."""
+    """A request that a server started with `SLOWLY` decodes for seconds."""
     return inference_pb2.QueryRequest(question="hello", sampling=LONG_ANSWER, **fields)
 
 

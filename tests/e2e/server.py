@@ -34,8 +34,11 @@ PATIENCE = 170.0
 """Seconds, less than a test's own: its timeout does not end the thread that waits."""
 
 
-SLOWLY = {failpoints.VARIABLE: "engine.launch=sleep(0.005)"}
+SLOWLY = {failpoints.VARIABLE: "engine.launch=sleep(0.015)"}
 """Variables of a server whose long answers take seconds on any machine, and no more work."""
+
+RANDOM = ("--model", "random-tiny")
+"""Options of a server whose answers mean nothing, a third of the work of legato-tiny's."""
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -18,6 +18,7 @@ from legato_client import (
     InvalidArgument,
     NotFound,
     Options,
+    Sampling,
 )
 from legato_engine.models.moondream.presets import tiny_random_config
 from PIL import Image, ImageDraw
@@ -141,8 +142,9 @@ def own(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Clie
 
 
 def ask(client: Client, adapter: str) -> str:
-    """A long answer."""
-    return client.query(scene(ONE), "what is it?", options=Options(adapter=adapter)).answer
+    """An answer that tells adapters apart."""
+    sampling, options = Sampling(max_tokens=20), Options(adapter=adapter)
+    return client.query(scene(ONE), "what is it?", sampling=sampling, options=options).answer
 
 
 def test_files_come_and_change(own: Client, folder: Path) -> None:

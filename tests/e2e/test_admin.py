@@ -17,7 +17,7 @@ from legato_client import Client, QueryTask
 
 from tests.deploy.manifests import expressions, rules, selectors
 from tests.e2e.scenes import long_query, long_stream, two_shapes
-from tests.e2e.server import SLOWLY, Server, children, exists, failure_of, until
+from tests.e2e.server import RANDOM, SLOWLY, Server, children, exists, failure_of, until
 from tests.grammar import check
 from tests.service.harness import Scrape
 
@@ -31,7 +31,7 @@ def place(tmp_path_factory):
     socket = f"unix:{folder}/admin.sock"
     with (
         Server(
-            folder, "--max-running", "1", "--admin-listen", socket, environment=SLOWLY
+            folder, *RANDOM, "--max-running", "1", "--admin-listen", socket, environment=SLOWLY
         ) as server,
         grpc.insecure_channel(socket) as channel,
     ):
@@ -116,7 +116,7 @@ def test_an_aborted_unary_call_is_preempted(place, rpc):
     assert failed.reason == "PREEMPTED"
     settle(operator)
     assert not server.blobs()
-    probe = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
+    probe = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle", max_objects=1)
     assert len(server.inference.Detect(probe).objects) == 1
 
 
@@ -374,7 +374,7 @@ def test_the_timeline_of_a_running_server(server, tmp_path):
     """`legato trace --server` writes the launches of the requests that run meanwhile."""
     path = tmp_path / "trace.json"
     command = [sys.executable, "-m", "legato_client.cli", "trace", "--server", server.address]
-    command += ["--seconds", "4", "--output", str(path), "--json"]
+    command += ["--seconds", "2", "--output", str(path), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
         with Client(server.address) as client:
             while watching.poll() is None:

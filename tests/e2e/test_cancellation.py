@@ -18,7 +18,7 @@ import pytest
 from legato.v1 import image_pb2, inference_pb2, media_pb2, session_pb2, task_pb2
 
 from tests.e2e.scenes import huge, long_query, long_stream, session_of, two_shapes
-from tests.e2e.server import ENVIRONMENT, SLOWLY, TWO_HEARTBEATS, Server, children, until
+from tests.e2e.server import ENVIRONMENT, RANDOM, SLOWLY, TWO_HEARTBEATS, Server, children, until
 from tests.e2e.victim import READY
 
 # -------------------------------------------------------------- calls that no client library sends
@@ -112,11 +112,11 @@ def _literal(field: tuple[str, str]) -> bytes:
 # A client that goes away, however and whenever, leaves no resource held in the engine.
 
 DEADLINES = (1.0, 4.0, 16.0, 64.0)  # seconds; a longer one where a machine was not there in time
-PREFILL = 0.25  # seconds, about, of an image and a question on two idle cores
+PREFILL = 0.06  # seconds, about, of an image and a question on two idle cores
 SCENE = two_shapes()
 VICTIM = two_shapes(offset=20)  # never kept, so that it has to be decoded each time
 OFFSETS = itertools.cycle(range(21, 60))  # a session keeps its images, so each has its own
-PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
+PROBE = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle", max_objects=1)
 BLOCKERS = 8  # images, more than there are decoders
 
 
@@ -124,7 +124,7 @@ BLOCKERS = 8  # images, more than there are decoders
 def narrow(tmp_path_factory):
     """A server that runs one task at a time."""
     folder = tmp_path_factory.mktemp("narrow")
-    with Server(folder, "--max-running", "1", environment=SLOWLY) as running:
+    with Server(folder, *RANDOM, "--max-running", "1", environment=SLOWLY) as running:
         yield running
 
 

@@ -15,7 +15,7 @@ from legato_client._images.sources import SharedFrames
 from PIL import Image
 
 from tests.e2e.scenes import long_stream, overlap, two_shapes
-from tests.e2e.server import SLOWLY, Server, failure_of, until
+from tests.e2e.server import RANDOM, SLOWLY, Server, failure_of, until
 from tests.service.harness import read_refusal
 
 SCENE = two_shapes(offset=31)
@@ -209,7 +209,7 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose engine may be killed."""
     program = ("-m", "tests.e2e.quick_service")
     folder = tmp_path_factory.mktemp("mortal")
-    with Server(folder, program=program, environment=SLOWLY) as running:
+    with Server(folder, *RANDOM, program=program, environment=SLOWLY) as running:
         yield running
 
 
@@ -265,7 +265,7 @@ def test_a_hold_ends_with_its_time_whatever_engine_holds_it(mortal):
 def reason_against(server: Server, image: media_pb2.Image) -> str | None:
     """Why the image gives no answer; not cached, so that only a hold can have it."""
     options = inference_pb2.RequestOptions(cache_image=False)
-    request = inference_pb2.DetectRequest(image=image, object=NOUN, options=options)
+    request = inference_pb2.DetectRequest(image=image, object=NOUN, max_objects=1, options=options)
     try:
         server.inference.Detect(request)
     except grpc.RpcError as error:

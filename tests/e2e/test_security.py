@@ -494,7 +494,7 @@ def test_no_secret_leaves_the_server(server):
 
 QUERY = "/legato.v1.InferenceService/Query"
 QUESTION = inference_pb2.QueryRequest(question="What is in the image?").SerializeToString()
-ASKED = 12
+ASKED = 6
 
 
 @pytest.fixture
@@ -536,5 +536,5 @@ async def test_60_greedy_connections_leave_a_small_tenant_its_answers(paced, gre
         small = Counter([await ask(channel, ("legato-tenant", "small")) for _ in range(ASKED)])
     done.set()
     await asyncio.gather(*callers)
-    assert small["OK"] >= 0.95 * ASKED, small
+    assert small["OK"] == ASKED, small
     assert set(greedy) == {"OK", "RESOURCE_EXHAUSTED"}

@@ -7,7 +7,7 @@ import grpc
 from legato.v1 import session_pb2, session_pb2_grpc, task_pb2
 
 from tests.e2e.scenes import long_stream, overlap, two_shapes
-from tests.e2e.server import Server
+from tests.e2e.server import RANDOM, Server
 from tests.service.session.client import SessionClient
 
 STANDING = [
@@ -49,7 +49,7 @@ async def test_a_video_is_answered_frame_by_frame(server):
 
 async def test_preempted_work_tells_what_it_has(server):
     """A long answer that a newer frame stops comes as far as it got, SUPERSEDED."""
-    asked = long_stream()
+    asked = long_stream(440)
     asked.task.task_id = "long"
     async with session(
         server.address,
@@ -75,7 +75,7 @@ async def test_preempted_work_tells_what_it_has(server):
 async def test_a_frame_outlives_its_engine(tmp_path):
     """Its result comes from the next engine, and the session goes on."""
     asked = long_stream(max_tokens=100)
-    with Server(tmp_path, program=("-m", "tests.e2e.quick_service")) as server:
+    with Server(tmp_path, *RANDOM, program=("-m", "tests.e2e.quick_service")) as server:
         async with session(
             server.address, standing_tasks=[asked.task], stream_deltas=True
         ) as client:

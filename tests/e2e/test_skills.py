@@ -320,7 +320,7 @@ async def moments_of_places(server, skill):
     words = []
     async with grpc.aio.insecure_channel(server.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        marker = stub.Generate(long_stream())
+        marker = stub.Generate(long_stream(440))
         runs = asyncio.Event()
 
         async def mark():

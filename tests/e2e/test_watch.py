@@ -32,7 +32,7 @@ from tests.e2e.server import ENVIRONMENT, Server, until
 from tests.e2e.test_lost_servers import end, started
 
 NULL = ("--model", "null", "--null-objects", "2")
-FRAMES = 6
+FRAMES = 4
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_tracked_objects_are_shown_where_they_are_now(server, tmp_path):
     Here an answer always comes a frame, 0.5 s, after its own.
     """
     late, begin = 1, time.time_ns() - 10 * 10**9
-    scenes = [two_shapes(8 * number - 40) for number in range(13)]
+    scenes = [two_shapes(8 * number - 40) for number in range(10)]
     frames = [
         CapturedFrame(
             number,

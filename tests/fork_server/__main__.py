@@ -42,6 +42,8 @@ IMPORTED = {
         "legato_service.__main__",
         "legato_service.workers.worker",
         "legato_tiny",
+        "tests.e2e.victim",
+        "tests.faults.attacks",
         "tests.fork_server.service",
     ),
     "little": (
@@ -125,6 +127,8 @@ def run(start: Start) -> None:
     if start.new_session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout = open(1, "w", closefd=False)  # the fork server's may be seekable where this is not
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.chdir(start.folder)
     os.environ.clear()
     os.environ.update(start.environment)

@@ -30,13 +30,18 @@ FORKED = frozenset(
         "legato_service",
         "legato_service.workers.worker",
         "tests.e2e.quick_service",
+        "tests.e2e.victim",
         "tests.engine.client.fake_engine",
+        "tests.faults.attacks",
         "tests.service.fake_process",
         "tests.service.fake_service",
         "tests.service.fakes",
     }
 )
 """Modules whose commands may be forked."""
+
+HEAVY = frozenset({"bench", "quantize", "trace"})
+"""Commands of `legato` that may be forked, as they import torch."""
 
 _OWN_VARIABLES = (
     *("LEGATO_", "PYTEST_", "TMPDIR", "XDG_", "PYTHONPATH", "OPENBLAS_", "OMP_", "TZ"),
@@ -76,8 +81,9 @@ class ForkingStarts:
         words = [str(word) for word in command]
         if len(words) < 3 or words[:2] != [sys.executable, "-m"]:
             return False
-        module = _module_and_arguments(words)[0]
-        if module not in FORKED:
+        module, *arguments = _module_and_arguments(words)
+        is_heavy = module == "legato_client.cli" and bool(HEAVY & set(arguments[:1]))
+        if module not in FORKED and not is_heavy:
             return False
         return self._has_environment(module, environment) and _has_policy(words)
 

@@ -649,7 +649,7 @@ TestSession.settings = settings(
 # ---------------------------------------------------------------- overload
 
 SERVICE = 0.05  # seconds a frame takes
-FRAMES = 2000
+FRAMES = 700
 
 
 class Simulation:
@@ -707,6 +707,9 @@ def test_answers_are_fresh_and_frames_are_counted(policy, response_credits):
     assert len(drive.ledger.whole) + len(drive.ledger.dropped) == FRAMES
 
 
+SENT = 80  # frames
+
+
 def take_time(engine, stream):
     """Respond after a while, unless the request was stopped."""
     request = stream.request
@@ -722,7 +725,7 @@ def take_time(engine, stream):
 
 async def misbehave(client, chance):
     """Send frames without waiting, cancel at random, and read with pauses."""
-    for sequence in range(1, 201):
+    for sequence in range(1, SENT + 1):
         await client.frame(sequence, must_run=chance.random() < 0.03)
         if chance.random() < 0.1:
             target = sequence - chance.randrange(3)
@@ -756,7 +759,7 @@ async def test_both_sides_agree_over_the_wire(policy, deltas, response_credits):
         await client.end()
         assert client.whole
         assert client.dropped or policy == session_pb2.FRAME_POLICY_PREEMPT
-        assert len(client.whole) + len(client.dropped) == len(client.sent) == 200
+        assert len(client.whole) + len(client.dropped) == len(client.sent) == SENT
         await settled(server)
 
 

@@ -14,7 +14,7 @@ import msgspec
 import openai
 import pytest
 from google.rpc import error_details_pb2
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from legato_client import _errors
 from legato_client._errors import Unauthenticated
@@ -212,6 +212,7 @@ def test_a_size_does_not_depend_on_how_a_body_is_cut(parts, cuts):
     assert (cut.num_values, cut._in_string) == (whole.num_values, whole._in_string)
 
 
+@settings(max_examples=40)
 @given(
     st.recursive(
         st.none() | st.text() | st.integers(),

@@ -420,13 +420,13 @@ def test_attackers_take_no_memory_and_leave_room(guarded, tmp_path, command, nam
     token.write_text(ROBOT.text)
     with legato_http(guarded, "--token-file", str(token), command=command) as (stranger, pid):
         caller = dataclasses.replace(stranger, token=ROBOT.text)
-        measure(caller, 1.0)
+        measure(caller, 0.5)
         memory = Memory(pid)
 
         async def beside_attackers():
             attack, attacker = ATTACKS[name], caller if knows else stranger
             running = [asyncio.create_task(attack(attacker)) for _ in range(ATTACKERS)]
-            times = await asyncio.to_thread(measure, caller, 2.0)
+            times = await asyncio.to_thread(measure, caller, 1.0)
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
