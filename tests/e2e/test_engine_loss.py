@@ -24,8 +24,8 @@ from tests.e2e.scenes import long_query, long_stream, two_shapes
 from tests.e2e.server import (
     ENVIRONMENT,
     NOT_SERVING,
-    SERVING,
     RANDOM,
+    SERVING,
     SLOWLY,
     Server,
     exists,

@@ -21,7 +21,7 @@ from legato_client import Client
 from legato_engine import failpoints
 
 from tests.e2e.scenes import long_query, long_stream, two_shapes
-from tests.e2e.server import SLOWLY, Server, until
+from tests.e2e.server import RANDOM, SLOWLY, Server, until
 
 # ------------------------------------------------------------- a proxy with the faults of networks
 
@@ -165,13 +165,13 @@ def _abort(writer: asyncio.StreamWriter) -> None:
 # ---------------------------------------------------------------- the network
 
 SCENE = two_shapes()
-DETECT = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle")
+DETECT = inference_pb2.DetectRequest(image=SCENE.message(), object="red circle", max_objects=1)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A server of legato-tiny."""
-    with Server(tmp_path_factory.mktemp("server"), environment=SLOWLY) as running:
+    with Server(tmp_path_factory.mktemp("server"), *RANDOM, environment=SLOWLY) as running:
         yield running
 
 
@@ -233,10 +233,10 @@ def test_a_reset_in_the_middle_of_a_frame_frees_its_request(server, proxy, stub)
 
 def test_clients_retry_a_unary_call_after_a_reset(server, proxy):
     with Client(proxy.address) as client:
-        expected = client.detect(SCENE.file(), "red circle").objects
+        expected = client.detect(SCENE.file(), "red circle", max_objects=1).objects
         for _ in range(3):
             proxy.reset()
-            assert client.detect(SCENE.file(), "red circle").objects == expected
+            assert client.detect(SCENE.file(), "red circle", max_objects=1).objects == expected
 
 
 @pytest.mark.slow
@@ -326,7 +326,7 @@ NUM_TOKENS = 60
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """The text of a run without faults."""
-    with Server(tmp_path_factory.mktemp("calm")) as server:
+    with Server(tmp_path_factory.mktemp("calm"), *RANDOM) as server:
         return _text(server.inference.Generate(long_stream(NUM_TOKENS)))
 
 
@@ -342,7 +342,8 @@ def expected(tmp_path_factory):
 )
 def test_a_fault_at_any_point_of_a_step_changes_no_answer(tmp_path, expected, fault):
     """Every engine meets the fault again after as many steps, so that several die."""
-    with Server(tmp_path, program=QUICK, environment={failpoints.VARIABLE: fault}) as server:
+    environment = {failpoints.VARIABLE: fault}
+    with Server(tmp_path, *RANDOM, program=QUICK, environment=environment) as server:
         responses = list(server.inference.Generate(long_stream(NUM_TOKENS)))
         assert _text(responses) == expected
         assert responses[-1].finished.info.resumptions >= 1

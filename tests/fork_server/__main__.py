@@ -127,8 +127,9 @@ def run(start: Start) -> None:
     if start.new_session:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout = open(1, "w", closefd=False)  # the fork server's may be seekable where this is not
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    # The fork server's own may be of files that are seekable, and these are pipes.
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.chdir(start.folder)
     os.environ.clear()
     os.environ.update(start.environment)

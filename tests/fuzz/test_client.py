@@ -19,7 +19,7 @@ from tests.fuzz.messages import filled, mutate
 from tests.service.harness import image_bytes
 
 SEED = 16
-ANSWERS = 300  # of each method
+ANSWERS = 120  # of each method
 METHODS = [each for each in vars(rpcs).values() if isinstance(each, StubMethod)]
 METHODS += rpcs.OF_SKILLS.values()
 DETAILS = (

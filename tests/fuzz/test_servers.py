@@ -43,13 +43,13 @@ from tests.service.harness import running
 # ---------------------------------------------------------------- wire
 # Damaged and random messages of every method, to a whole server.
 
-MESSAGE_MUTANTS = 2000
+MESSAGE_MUTANTS = 800
 SEED = 16
 C = grpc.StatusCode
 TYPED = {C.OK, C.INVALID_ARGUMENT, C.NOT_FOUND, C.FAILED_PRECONDITION, C.ALREADY_EXISTS}
 ANY = TYPED | {C.UNIMPLEMENTED, C.RESOURCE_EXHAUSTED, C.DEADLINE_EXCEEDED}
 BUGS = ("uncaught_exception", "internal_error")
-RANDOM = 40  # requests of each method
+RANDOM = 16  # requests of each method
 LIVE = ("Watch", "WatchTimeline")  # streams without an end
 PARSER = ("protobuf", "Error parsing", "DecodeError", "Exception", "Traceback")
 
@@ -91,7 +91,7 @@ def mutants(count):
 
 @pytest.mark.timeout(600)
 async def test_damaged_messages_end_with_a_typed_status():
-    """Of 2,000 mutants none is called a fault of the server, and no parser's text is sent."""
+    """Of 800 mutants none is called a fault of the server, and no parser's text is sent."""
     ends: dict[grpc.StatusCode, int] = {}
     async with running() as server:
         for method, bodies in mutants(MESSAGE_MUTANTS):
@@ -174,7 +174,7 @@ async def test_random_messages_end_with_a_typed_status():
 # ---------------------------------------------------------------- images
 # Damaged image files on their whole way: the service's intake, shared memory, the engine.
 
-MUTANTS = 2000
+MUTANTS = 800
 MAX_PIXELS = 1_000_000
 
 
@@ -229,7 +229,7 @@ async def prepare(path, data, *, inline):
 
 @pytest.mark.timeout(600)
 async def test_damaged_files_are_decoded_or_refused(intake):
-    """Of 2,000 mutants none crashes a decoder or is called a fault of the server."""
+    """Of 800 mutants none crashes a decoder or is called a fault of the server."""
     chance = random.Random(SEED)
     ends: dict[type[LegatoError] | None, int] = {}
     for number in range(MUTANTS):
@@ -252,7 +252,7 @@ async def test_undamaged_files_are_decoded(intake):
 # ---------------------------------------------------------------- http
 # Damaged requests of every path, to a whole HTTP process.
 
-REQUEST_MUTANTS = 1500
+REQUEST_MUTANTS = 600
 NO_OPERATOR = HTTPStatus.NOT_IMPLEMENTED  # the scripted server has no AdminService
 TRACES = (b"Traceback", b"a bug of this HTTP server", b"Internal Server Error")
 
@@ -309,11 +309,11 @@ def body_seeds() -> list[bytes]:
 
 
 def test_damaged_bodies_are_converted_or_refused():
-    """Of 5,000 mutants none ends otherwise; the undamaged ones are converted."""
+    """Of 2,000 mutants none ends otherwise; the undamaged ones are converted."""
     chance, seeds = random.Random(SEED), body_seeds()
     for seed in seeds:
         _loop.run_until_complete(_body_to_task(seed))
-    for number in range(5000):
+    for number in range(2000):
         body_to_task(mutate(seeds[number % len(seeds)], chance))
 
 
@@ -375,7 +375,7 @@ def answer(address, request):
 
 @pytest.mark.timeout(600)
 def test_damaged_requests_end_with_a_typed_answer(address):
-    """Of 1,500 mutants of heads and bodies none is called a fault of this process."""
+    """Of 600 mutants of heads and bodies none is called a fault of this process."""
     chance = random.Random(SEED)
     seeds = list(requests())
     ends: dict[int | None, int] = {}

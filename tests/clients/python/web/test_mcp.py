@@ -136,8 +136,11 @@ def text(result):
     return "".join(each.text for each in result.content if each.type == "text")
 
 
-async def test_tools(connected):
-    """The tools are those of the skills, each with a description and schemas of both sides."""
+async def test_each_tool_answers(connected, fake):
+    """The tools are those of the skills, each with a description and schemas of both sides.
+
+    A result has the answer as data and as text, and what has places a drawing of them.
+    """
     async with connected as client:
         listed = (await client.list_tools()).tools
         assert {each.name for each in listed} == set(ARGUMENTS)
@@ -146,11 +149,6 @@ async def test_tools(connected):
             assert tool.annotations.read_only_hint
             assert tool.input_schema["type"] == tool.output_schema["type"] == "object"
             assert tool.input_schema["additionalProperties"] is False
-
-
-async def test_each_tool_answers(connected, fake):
-    """A result has the answer as data and as text, and what has places a drawing of them."""
-    async with connected as client:
         for name, more in ARGUMENTS.items():
             result = await client.call_tool(name, {"image_path": "yard/cat.jpg", **more})
             assert not result.is_error, text(result)
@@ -167,9 +165,9 @@ async def test_each_tool_answers(connected, fake):
         assert (asked.object, asked.max_objects, asked.min_confidence) == ("cat", 3, 0.5)
 
 
-async def test_no_drawing_and_no_image(connected, fake):
+async def test_no_drawing_and_no_image(url, fake):
     """`annotate: false` returns data alone, and a question needs no image."""
-    async with connected as client:
+    async with Client(url) as client:
         found = await client.call_tool(
             "detect", {"image_base64": BASE64, "object": "cat", "annotate": False}
         )
