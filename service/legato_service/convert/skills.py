@@ -311,6 +311,8 @@ def _placed(
 
     `shown` are the places of image parts: all images have one, or none.
     """
+    if not (shown or message.images):
+        return ()
     count = max(len(message.images), 1)
     if shown and len(shown) != count:
         given = f"{len(shown)} image parts and {count} {'images' if count > 1 else 'image'}"

@@ -226,6 +226,11 @@ class Dispatcher:
         if rpc.gate_slot is not None:
             rpc.gate_slot.mark_submitted()
         given = [each for each in images if each is not None]
+        request = msgspec.structs.replace(request, deadline=active.deadline, priority=rpc.priority)
+        if not given:
+            stream = self._engine_for(request, None, True).submit(request, may_wait=may_wait)
+            active.own(stream)
+            return stream
         bytes_of = {
             index: each
             for index, each in enumerate(originals or given)
@@ -233,12 +238,8 @@ class Dispatcher:
         }
         restage = self._restage(request.tenant, given, bytes_of)
         sought = next((each for index, each in enumerate(given) if index not in bytes_of), None)
-        engine = self._engine_for(request, sought or next(iter(given), None), not sought)
-        request = msgspec.structs.replace(
-            request.with_images(stage_all(given, engine.blobs, {})),
-            deadline=active.deadline,
-            priority=rpc.priority,
-        )
+        engine = self._engine_for(request, sought or given[0], not sought)
+        request = request.with_images(stage_all(given, engine.blobs, {}))
         stream = engine.submit(request, restage, may_wait=may_wait)
         field = next((each.field for each in given if isinstance(each, NewImage)), "")
         if field and len(given) > 1:
