@@ -226,7 +226,7 @@ class Reader:
         assert process.exists(), f"it ended:\n{log.read_text()}"
         if address != self._ports["127.0.0.1:50051"]:
             return listens(address)
-        is_ready = '"event":"ready"' in log.read_text()
+        is_ready = listens(address) and '"event":"ready"' in log.read_text()
         return is_ready and self._bash("legato info")[0] == 0
 
     def _bash(self, text: str) -> tuple[int, str, str]:
