@@ -162,9 +162,9 @@ lint: | $(STAMP) ## ruff, mypy, import contracts, buf; figures in the documents,
 	@$(BIN)/buf lint
 	@$(PY) -m benchmarks publish --check
 
-# Processes with one thread for torch: more threads than cores wait for each other. A third process has work while two
-# wait for servers to start, stop and pause. Each of them would collect the folders whose tests are all for other targets.
-TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/gpu --ignore tests/browser \
+# Processes with one thread for torch: more threads than cores wait for each other. Two cores keep busy with four, of which
+# some wait for servers to start, stop and pause. Each of them would collect the folders whose tests are all for other targets.
+TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder --ignore tests/gpu --ignore tests/browser \
 	-m "not gpu and not slow and not deploy and not browser"
 
 # Of all tests that wait for a clock or another process, three may fail once; their names and failures are printed.

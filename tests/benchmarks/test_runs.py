@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -142,16 +141,6 @@ RUNS = {
 }
 
 
-@pytest.fixture
-def _usual_collections():
-    """Undo what an engine's process asks of the garbage collector."""
-    threshold = gc.get_threshold()
-    yield
-    gc.set_threshold(*threshold)
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("_usual_collections")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_small_run_writes_its_record(name, tmp_path, monkeypatch):
     """It ends well, with figures."""
