@@ -136,17 +136,28 @@ ENTRIES = """\
 """
 
 
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory):
+    """Make a committed copy of what a release reads and writes, never released."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("GIT_")]:
+            patch.delenv(name)
+        for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
+            patch.setenv(name, os.devnull)
+        for who in ("AUTHOR", "COMMITTER"):
+            patch.setenv(f"GIT_{who}_NAME", "somebody")
+            patch.setenv(f"GIT_{who}_EMAIL", "somebody@example.org")
+        patch.setenv("GOGC", "off")  # buf ends before its garbage is worth a collection
+        yield made_tree(tmp_path_factory.mktemp("committed"))
+
+
 @pytest.fixture
-def tree(tmp_path, monkeypatch):
-    """Return a committed copy of what a release reads and writes, never released."""
-    for name in [name for name in os.environ if name.startswith("GIT_")]:
-        monkeypatch.delenv(name)
-    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
-        monkeypatch.setenv(name, os.devnull)
-    for who in ("AUTHOR", "COMMITTER"):
-        monkeypatch.setenv(f"GIT_{who}_NAME", "somebody")
-        monkeypatch.setenv(f"GIT_{who}_EMAIL", "somebody@example.org")
-    root = tmp_path / "tree"
+def tree(committed, tmp_path):
+    """Return a test's own copy of it."""
+    return shutil.copytree(committed, tmp_path / "tree")
+
+
+def made_tree(root):
     for name in FILES:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
@@ -475,7 +486,11 @@ def test_a_bill_of_materials_has_what_is_installed(tmp_path):
 # Imported by callers who have it: an array is an image; videos, bags, DDS and GGUF files are read
 # by packages of extras.
 CLIENTS_EXTRAS = {"av", "cyclonedds", "mcap", "mcap_ros2", "numpy"}
-OPTIONAL = {"legato_client": CLIENTS_EXTRAS, "legato_service": set(), "legato_engine": {"gguf"}}
+OPTIONAL = {
+    "legato_client": CLIENTS_EXTRAS,
+    "legato_service": set(),
+    "legato_engine": {"gguf", "torchvision"},
+}
 PACKAGES = [
     ("clients/python/legato_client", CLIENT),
     ("service/legato_service", SERVER),
