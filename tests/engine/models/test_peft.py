@@ -134,7 +134,7 @@ def test_greedy_answers_are_those_of_merged_weights(models, tmp_path, dtype):
     Nor does it matter that a slot is written again for each.
     """
     folder, theirs = models["llama"]
-    asked, found = same.questions(24, seed=5), []
+    asked, found = same.questions(12, seed=5), []
     adapters = [PeftAdapter.of(theirs, seed=1), PeftAdapter.of(theirs, ALL[:4], 9, seed=2)]
     for slots, fields in ((2, {}), (2, {"speculation": "fixed:3", "draft": "lookup"}), (1, {})):
         changes = {"adapters": str(tmp_path), "max_adapter_rank": MAX_RANK, "adapter_slots": slots}
