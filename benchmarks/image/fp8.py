@@ -1,4 +1,6 @@
-"""The vision tower in bf16 and in fp8: error against float32, time as graphs, and by part.
+"""An image in bf16 and in fp8: error against float32, time as graphs, and by part.
+
+The tower with its projector, and the decoder's pass over the positions of one and of two images.
 
 Fp8 is measured without calibration, calibrated on other images of the same kind, and with all
 blocks in e4m3 and no calibration. Images are noise, or smooth: random weights turn all tokens of an
@@ -8,7 +10,7 @@ Also the measurements that its design rests on: scales per row or per tensor, an
 attention for its head size, padded or not.
 
 Shape legend: N crops, T tokens of a crop, D width, H heads, E head dim, M rows, K inputs and O
-outputs of a layer.
+outputs of a layer; C images of P positions, X text width, L layers.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ from legato_engine.layers.linear import Linear
 from legato_engine.models.moondream import vision_fp8
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.presets import moondream2_config, tiny_random_config
+from legato_engine.models.moondream.text import Text
 from legato_engine.models.moondream.vision import Vision
 from legato_engine.models.moondream.weights import random_weights
+from legato_engine.models.paged_attention import KVCache
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import record, shared_options
@@ -50,6 +54,7 @@ BACKENDS = {
 FUSED = "ours"
 PADDED = (80, 96, 128)  # head sizes
 ROUNDS = 5
+PAGE_SIZE = 16  # of keys and values
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +145,7 @@ def towers(bench: Bench, crop_counts: Sequence[int]) -> list[dict[str, object]]:
             measured[name].use_fp8(*plan)
         for crops in crop_counts:
             pixels = images(crops, side, device)
-            truth = exact(pixels, tiling_of(crops)).double()
+            truth = exact(pixels, tiling_of(crops))
             rows += [
                 {"images": kind, "crops": crops, "tower": name}
                 | tower(bench, vision, pixels, truth)
@@ -154,14 +159,63 @@ def tower(
 ) -> dict[str, object]:
     """Measure a tower; `blocks` are those in e4m3."""
     crops = len(pixels)
-    out = vision(pixels, tiling_of(crops)).double()
+    out = vision(pixels, tiling_of(crops))
     milliseconds = bench.timed(functools.partial(vision, pixels, tiling_of(crops)))
     return {
         "blocks": sum(isinstance(module, Fp8MLP) for module in vision.modules()),
-        "error": ((out - truth).norm() / truth.norm()).item(),
+        "error": relative(out, truth),
         "ms": milliseconds,
         "tflops": tower_flop(bench.config, crops) / milliseconds / 1e9,
     }
+
+
+def passes(bench: Bench, crops: int) -> list[dict[str, object]]:
+    """Measure the decoder's pass over images; errors are of all keys and of all values."""
+    config, device = bench.config, bench.device.torch_device
+    network = random_weights(config, 0, device, torch.bfloat16)
+    text = network.text
+    text.fill(device)
+    text.count_apart()
+    exact = copy.deepcopy(text).float()
+    pixels = noise(crops, config.vision.crop_size, device)
+    embedded_TX = network.vision(pixels, tiling_of(crops))
+    x_PX = torch.cat([text.wte[config.tokens.bos][None], embedded_TX])
+    stacks = {count: torch.stack([x_PX] * count) for count in (1, 2)}
+    heads = config.text.num_heads
+    truths = {count: image_pass(exact, heads, x_CPX.float())() for count, x_CPX in stacks.items()}
+    rows = list[dict[str, object]]()
+    for name in ("bf16", "fp8"):
+        if name == "fp8":
+            text.use_fp8()
+        for count, x_CPX in stacks.items():
+            work = image_pass(text, heads, x_CPX)
+            pairs = zip(("keys", "values"), work(), truths[count], strict=True)
+            errors = {f"error of {kind}": relative(ours, truth) for kind, ours, truth in pairs}
+            row = {"decoder": name, "images": count, "ms": bench.timed(work)}
+            rows.append({**row, **errors})
+    return rows
+
+
+def image_pass(
+    text: Text, heads: int, x_CPX: torch.Tensor
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Return work that fills and returns the keys and values of images, in pages of their own."""
+    images, length, width = x_CPX.shape
+    pages_CM = torch.arange(1, 1 - images * (length // -PAGE_SIZE), device=x_CPX.device)
+    pages_CM = pages_CM.view(images, -1)
+    shape = (len(text.blocks), 1 + pages_CM.numel(), heads, PAGE_SIZE, width // heads)
+    kv = KVCache(x_CPX.new_zeros(shape), x_CPX.new_zeros(shape))
+
+    def work() -> tuple[torch.Tensor, torch.Tensor]:
+        text.cache_stacked(x_CPX, pages_CM, kv)
+        return kv.k_LNHSE, kv.v_LNHSE
+
+    return work
+
+
+def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """Return the norm of the difference over that of the truth."""
+    return float((ours.double() - truth.double()).norm() / truth.double().norm())
 
 
 def layers(bench: Bench, crops: int) -> list[dict[str, object]]:
@@ -275,6 +329,9 @@ def _fused(heads_NT3HE: torch.Tensor) -> torch.Tensor:
     return fused_attention.attend(*heads)
 
 
+PARTS = {"passes": passes, "layers": layers, "steps": steps, "attentions": attentions}
+
+
 def main(argv: Sequence[str]) -> int:
     """Measure, record; 1 if the error of fp8, calibrated or not, is more than the limit."""
     arguments = _parse(argv)
@@ -286,15 +343,16 @@ def main(argv: Sequence[str]) -> int:
     with torch.inference_mode():
         figures: dict[str, Any] = {"towers": towers(bench, crop_counts)}
         print(_table(figures["towers"]), flush=True)
-        for name, part in (("layers", layers), ("steps", steps), ("attentions", attentions)):
+        for name, part in PARTS.items():
             figures[name] = part(bench, crop_counts[0])
+            print(_table(figures[name]), flush=True)
     device.close()
     rows = figures["towers"]
     bound = ("fp8", "fp8 calibrated")
     failed = [row for row in rows if row["tower"] in bound and not row["error"] <= arguments.limit]
     figures |= {"limit": arguments.limit, "failed": failed}
-    title = f"The vision tower in fp8: {config.name} on {device.name}, random weights"
-    tables = [_table(figures[part]) for part in ("towers", "layers", "steps", "attentions")]
+    title = f"An image in fp8: {config.name} on {device.name}, random weights"
+    tables = [_table(figures[part]) for part in ("towers", *PARTS)]
     record.write(arguments.name, title, figures, tables)
     for row in failed:
         what = f"{row['tower']}, {row['crops']} crops, {row['images']} images"

@@ -139,7 +139,7 @@ def requests(records: Records) -> str:
     names = {
         "h200/e2e": "chart, JPEG of {} kB",
         "h200/e2e_photos": "photograph, JPEG of {} kB",
-        "h200/e2e_fp8": "chart, `--vision-dtype fp8`",
+        "h200/e2e_fp8": "chart, fp8 tower",
     }
     rows = []
     for name, words in names.items():

@@ -108,7 +108,8 @@ def add_device(group: argparse._ArgumentGroup) -> None:
         "session; off: only the shortest wait counts")
     add("--dtype", choices=("auto", "f32", "bf16"), help="number format of weights and activations")
     add("--vision-dtype", choices=("auto", "fp8"),
-        help="number format of the vision encoder's weights; auto: as --dtype")
+        help="number format of the vision encoder's weights, and in fp8 of copies of the decoder's "
+        "that images pass, but for layers with experts (Moondream 3); auto: as --dtype")
     add("--kv-dtype", choices=("auto", "model", "fp8"),
         help="number format of cached keys and values; auto: fp8 if the weights have scales, else "
         "as model")

@@ -37,7 +37,7 @@ def shapes_picture() -> Image.Image:
 # Shape legend: T rows, K values of a row.
 
 CUDA = torch.device("cuda", 0)
-DIMS = (16, 48, 320, 1152, 1280, 1296, 2304, 4304, 8192)
+DIMS = (16, 48, 320, 1152, 1280, 1296, 2048, 2304, 4304, 8192)
 FLIPPED = 0.002  # of values: those that lie so near the middle of two that either is right
 
 

@@ -408,7 +408,9 @@ def test_rows_that_are_zero_or_not_finite_stay_so():
 
 @FP8
 @pytest.mark.usefixtures("seeded_inference")
-@pytest.mark.parametrize(("inputs", "outputs"), [(1152, 3456), (4304, 1152), (2304, 8192)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(1152, 3456), (4304, 1152), (2304, 8192), (2048, 6144), (8192, 2048)]
+)
 def test_a_layer_is_its_emulation(inputs, outputs):
     """The multiplication is float32's of the same e4m3 values, but for what its sums round."""
     linear = Linear(inputs, outputs).to(CUDA, torch.bfloat16)

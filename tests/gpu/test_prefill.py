@@ -15,7 +15,9 @@ import torch
 from legato_engine.device.cuda import CudaDevice
 from legato_engine.kernels import ops, pages
 from legato_engine.kernels.cuda import prefill
+from legato_engine.kernels.map_codes import KINDS
 from legato_engine.kernels.pages import LayerCache, Span
+from legato_engine.layers import fp8
 from legato_engine.layers.rope import Rope
 from legato_engine.models.moondream.config import MoondreamConfig
 from legato_engine.models.moondream.model import MoondreamModel
@@ -254,3 +256,93 @@ def test_a_captured_prefill_reads_its_inputs_anew(world):
     assert torch.equal(out_TD, world.model.prefill(world.x_TD.flip(0), span, eager))
     assert torch.equal(cache.k_LNHSE, eager.k_LNHSE)
     assert torch.equal(cache.v_LNHSE, eager.v_LNHSE)
+
+
+# ---------------------------------------------------------------- images in e4m3
+
+
+@pytest.fixture(scope="module")
+def image_text(world):
+    """The decoder with copies of its blocks in e4m3, and the same weights in float32."""
+    if not ops.can_multiply_e4m3(DEVICE):
+        pytest.skip("needs a GPU with fp8 arithmetic")
+    text = copy.deepcopy(world.model._network.text)
+    text.use_fp8()
+    text.count_apart()
+    return text, world.exact._network.text
+
+
+def filled(text, x_CPD, pages_CM):
+    """Keys and values of images in one pass."""
+    heads = text._num_heads
+    shape = (len(text.blocks), 1 + pages_CM.numel(), heads, PAGE, x_CPD.shape[-1] // heads)
+    kv = KVCache(*(torch.zeros(shape, dtype=x_CPD.dtype, device=DEVICE) for _ in range(2)))
+    text.cache_stacked(x_CPD, pages_CM, kv)
+    return torch.cat([kv.k_LNHSE[:, pages_CM], kv.v_LNHSE[:, pages_CM]]), kv
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_image_in_e4m3_is_as_exact_as_its_emulation(world, image_text, monkeypatch, count):
+    """Against float32 products of tensor cores err as emulated ones do, alone and together."""
+    text, exact = image_text
+    num_pages = len(world.pages_M)
+    pages_CM = torch.arange(1, count * num_pages + 1, device=DEVICE).view(count, num_pages)
+    x_CPD = torch.stack([world.x_TD.roll(index, 0) for index in range(count)])
+    ours, _ = filled(text, x_CPD, pages_CM)
+    plain, _ = filled(world.model._network.text, x_CPD, pages_CM)
+    truth, _ = filled(exact, x_CPD.float(), pages_CM)
+    alone, _ = filled(text, x_CPD[-1:], pages_CM[:1])
+    with monkeypatch.context() as patched:
+        patched.setattr(fp8, "multiplied", fp8.emulated)
+        emulated, _ = filled(text, x_CPD, pages_CM)
+    rounded = error(emulated, truth)
+    assert 2 * error(plain, truth) < rounded < 0.1
+    assert error(ours, truth) < 1.05 * rounded
+    assert error(ours, emulated) < 0.9 * rounded  # a late bit of a sum may move a value a step
+    assert error(alone[:, 0], truth[:, -1]) < 1.05 * rounded
+    assert error(ours[:, -1], alone[:, 0]) < 0.9 * rounded
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_captured_image_in_e4m3_has_the_eager_bits(world, image_text, count):
+    """A graph allocates nothing when it is replayed, and reads embeddings and pages anew."""
+    text, _ = image_text
+    num_pages = len(world.pages_M)
+    pages_CM = torch.arange(1, count * num_pages + 1, device=DEVICE).view(count, num_pages)
+    x_CPD = torch.stack([world.x_TD.roll(index, 0) for index in range(count)])
+    _, kv = filled(text, x_CPD, pages_CM)
+
+    def work() -> None:
+        text.cache_stacked(x_CPD, pages_CM, kv)
+
+    device = CudaDevice(0)
+    torch.cuda.synchronize()
+    replay = device.capture(work)
+    x_CPD.copy_(x_CPD.flip(1))
+    pages_CM.copy_(pages_CM.flip(1))
+    kv.k_LNHSE.zero_()
+    kv.v_LNHSE.zero_()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    device.compute.submit(replay)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    expected, _ = filled(text, x_CPD, pages_CM)
+    assert torch.equal(torch.cat([kv.k_LNHSE[:, pages_CM], kv.v_LNHSE[:, pages_CM]]), expected)
+    device.close()
+
+
+@pytest.mark.parametrize("kind", ["packed", "int4"])
+def test_images_in_e4m3_stay_when_the_maps_are_packed(world, image_text, kind):
+    """Bits of all blocks but the last, which is packed, are those before."""
+    text, _ = image_text
+    if text.cannot_quantise(KINDS[kind]):
+        pytest.skip("these sizes cannot be packed")
+    packed = copy.deepcopy(text)
+    packed.quantise(KINDS[kind])
+    pages_CM = world.pages_M[None]
+    before, after = (filled(each, world.x_TD[None], pages_CM)[0] for each in (text, packed))
+    layers = len(text.blocks)
+    for ours, expected in zip(after.split(layers), before.split(layers), strict=True):
+        assert torch.equal(ours[:-1], expected[:-1])
+        assert error(ours[-1], expected[-1]) < 0.3

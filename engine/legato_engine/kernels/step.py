@@ -74,6 +74,7 @@ __all__ = [
     "FoldedCodes",
     "LayerCodes",
     "LowRankMaps",
+    "MapPart",
     "MlpBins",
     "NormedBins",
     "Part",

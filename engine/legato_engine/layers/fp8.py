@@ -12,6 +12,7 @@ Shape legend: T rows, D width, H heads, E head dim, K inputs, O outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from legato_engine.errors import InvalidField
 from legato_engine.kernels import ops, reference
 from legato_engine.kernels.parameters import Quantised
 from legato_engine.layers.attention import Attention, Heads, split_heads
-from legato_engine.layers.linear import Sum
+from legato_engine.layers.linear import Linear, Sum
 from legato_engine.layers.mlp import MLP
 
 MULTIPLE = 16  # of inputs and outputs of a layer
@@ -35,26 +36,32 @@ class Centres(NamedTuple):
     fc1: torch.Tensor
     fc2: torch.Tensor
 
+    @classmethod
+    def zeros(cls, dim: int, ff_dim: int, device: torch.device) -> Centres:
+        zeros_D, zeros_F = (torch.zeros(size, device=device) for size in (dim, ff_dim))
+        return cls(zeros_D, zeros_D, zeros_D, zeros_F)
+
 
 class Fp8Linear(nn.Module):
     """A loaded linear layer: `weight` e4m3 [O, K], `scale` float32 [1, O]."""
 
-    def __init__(self, linear: nn.Linear, centre_K: torch.Tensor | None = None) -> None:
+    def __init__(self, linear: Linear, centre_K: torch.Tensor | None = None) -> None:
         """Quantise on the layer's device; inputs come without the `centre_K`, float32.
 
         Raises:
             InvalidField: the device, a size or a dtype does not allow it.
         """
         super().__init__()
-        if problem := _problem(linear):
+        weight_OK = linear.dense()
+        if problem := _problem(weight_OK):
             raise InvalidField(f"fp8: {problem}", field="vision_dtype")
-        rows = reference.quantise(linear.weight)
+        rows = reference.quantise(weight_OK)
         self.weight = _constant(rows.values)
         self.scale = _constant(rows.scale.t().contiguous())
         bias_O = linear.bias.float()
         if centre_K is not None:
-            bias_O = bias_O + linear.weight.float() @ centre_K
-        self.bias = _constant(bias_O.to(linear.bias.dtype))
+            bias_O = bias_O + weight_OK.float() @ centre_K
+        self.bias = _constant(bias_O.to(weight_OK.dtype))
 
     def multiply(self, x: Quantised) -> torch.Tensor:
         """[..., O] in the bias's dtype."""
@@ -115,23 +122,31 @@ class Fp8Attention(nn.Module):
         x, normed = ops.add_norm_quantised(x, y, ln)
         return x, split_heads(self.qkv.multiply(normed), self._num_heads)
 
+    def join(self, heads: torch.Tensor) -> torch.Tensor:
+        return self.proj.multiply(ops.quantise(heads.flatten(-2)))
+
     def join_onto(self, x: torch.Tensor, heads: torch.Tensor) -> Sum:
-        return x, self.proj.multiply(ops.quantise(heads.flatten(-2)))
+        return x, self.join(heads)
 
 
 class Fp8MLP(nn.Module):
     """A loaded `MLP` in e4m3."""
 
+    __call__: Callable[..., torch.Tensor]
+
     def __init__(self, mlp: MLP, ln: nn.LayerNorm, centres: Centres) -> None:
         """Lower the bias of the norm `ln` before it."""
         super().__init__()
         self.fc1 = Fp8Linear(mlp.fc1, _lower(ln, centres.fc1))
-        self.centre = _constant(centres.fc2.to(mlp.fc2.weight.dtype))
+        self.centre = _constant(centres.fc2.to(self.fc1.bias.dtype))
         self.fc2 = Fp8Linear(mlp.fc2, self.centre.float())
+
+    def forward(self, normed: Quantised) -> torch.Tensor:
+        return self.fc2.multiply(ops.quantise_gelu(self.fc1.multiply(normed), self.centre))
 
     def after_norm(self, x: torch.Tensor, y: torch.Tensor | None, ln: nn.LayerNorm) -> Sum:
         x, normed = ops.add_norm_quantised(x, y, ln)
-        return x, self.fc2.multiply(ops.quantise_gelu(self.fc1.multiply(normed), self.centre))
+        return x, self(normed)
 
 
 def _lower(layer: nn.LayerNorm | Fp8Linear, centre_K: torch.Tensor) -> torch.Tensor:
@@ -142,15 +157,15 @@ def _lower(layer: nn.LayerNorm | Fp8Linear, centre_K: torch.Tensor) -> torch.Ten
     return before[-count:] - layer.bias.float()[-count:]
 
 
-def _problem(linear: nn.Linear) -> str | None:
-    device, dtype = linear.weight.device, linear.weight.dtype
+def _problem(weight_OK: torch.Tensor) -> str | None:
+    device, dtype = weight_OK.device, weight_OK.dtype
     if not ops.can_multiply_e4m3(device):
         return "this GPU has no e4m3 arithmetic"
     if device.type != "cpu" and dtype != torch.bfloat16:
-        return f"results are bfloat16, but the tower is {dtype}"
-    if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
-        sizes = f"{linear.in_features} to {linear.out_features}"
-        return f"layer sizes must be multiples of {MULTIPLE}, not {sizes}"
+        return f"results are bfloat16, but the weights are {dtype}"
+    outputs, inputs = weight_OK.shape
+    if inputs % MULTIPLE or outputs % MULTIPLE:
+        return f"layer sizes must be multiples of {MULTIPLE}, not {inputs} to {outputs}"
     return None
 
 

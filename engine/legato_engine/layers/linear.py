@@ -14,7 +14,7 @@ from legato_engine.kernels.cpu.decoder import PanelWeight, panel_kind
 from legato_engine.kernels.cpu.library import Library
 from legato_engine.kernels.map_codes import CodeFormat, MapCodes
 from legato_engine.kernels.packed_weights import PackedWeight
-from legato_engine.kernels.step import StepMap
+from legato_engine.kernels.step import MapPart, StepMap
 
 Sum = tuple[torch.Tensor, torch.Tensor | None]  # a tensor, or two terms still to be added
 
@@ -100,6 +100,13 @@ class Linear(Coded, nn.Linear):
         """The packed weight of a layer that was packed for a library."""
         assert isinstance(self.packed, PanelWeight), "packed without a library"
         return self.packed
+
+    def dense(self) -> torch.Tensor:
+        """Return the weight [O, I], in bf16 if it is packed for a GPU."""
+        if self.packed is None:
+            return self.weight
+        assert isinstance(self.packed, MapPart), "packed for a CPU"
+        return self.packed.dense()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:

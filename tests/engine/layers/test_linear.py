@@ -352,8 +352,8 @@ def test_the_source_compiles_for_every_row(tmp_path, monkeypatch):
     """NVRTC takes the source for each row length of the models, also one warp's and the longest."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="the kernel compiler is not installed")
     monkeypatch.setenv("LEGATO_KERNEL_CACHE", str(tmp_path))
-    vision = moondream2_config().vision
-    dims = (vision.dim, vision.ff_dim, 2 * vision.dim, vision.proj_inner_dim, 16)
+    vision, text = moondream2_config().vision, moondream2_config().text
+    dims = (vision.dim, vision.ff_dim, 2 * vision.dim, text.dim, text.ff_dim, 16)
     constants = [quantise.defines(dim) for dim in (*dims, quantise.MAX_DIM)]
     for each in constants:
         assert each["ROWS"] == 1 or each["WARPS"] == 1

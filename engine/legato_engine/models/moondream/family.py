@@ -65,14 +65,18 @@ class MoondreamBundle(ModelBundle):
             network = weights.load_weights(
                 self.config, self.weights, device, dtype, options, codes=codes
             )
-        if options.vision_fp8:
-            vision_fp8.use_fp8(network.vision, _folder(self.weights))
         on_cpu = device.type == "cpu"
         if codes is not None and on_cpu:
             network.text.dequantise()
         packs = _packs(weight_dtype, network, device)
+        if options.vision_fp8:
+            vision_fp8.use_fp8(network.vision, _folder(self.weights))
+            if codes is None or on_cpu:
+                network.text.use_fp8()  # of values that packing rounds
         if not on_cpu and packs is not None:
             network.quantise(packs)
+        if options.vision_fp8:
+            network.text.use_fp8()  # of a quantised checkpoint's values
         if options.kv_dtype == "fp8" and network.text.kv_scales() is None:
             network.text.calibrate_kv()
         model = MoondreamModel(self.config, network)

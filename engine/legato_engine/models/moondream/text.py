@@ -47,6 +47,7 @@ from legato_engine.kernels.step import (
 )
 from legato_engine.layers.attention import Attend, Attention, Heads, Tau
 from legato_engine.layers.cpu import ungated_decoder, ungated_layer
+from legato_engine.layers.fp8 import Centres, Fp8Attention, Fp8MLP
 from legato_engine.layers.linear import Linear, TileCounters
 from legato_engine.layers.lora import AdaptedRows, BlockAdapters, LayerAdapters
 from legato_engine.layers.mlp import MLP, MoE
@@ -229,7 +230,7 @@ class TextBlock(nn.Module):
         attend: Attend,
         adapters: BlockAdapters | None,
     ) -> Terms:
-        x, normed = self._norm(terms)
+        x, normed = _normed(terms, self.ln)
         heads = self._write(normed, where, positions_T, cache)
         if isinstance(self.mlp, MoE) and self.mlp.ln is not None:
             normed = self.mlp.ln(x)
@@ -249,12 +250,7 @@ class TextBlock(nn.Module):
         positions_T: torch.Tensor,
         cache: LayerCache,
     ) -> None:
-        self._write(self._norm(terms)[1], where, positions_T, cache)
-
-    def _norm(self, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(terms) == 1:
-            return terms[0], self.ln(terms[0])
-        return ops.add3_norm(*terms, self.ln)
+        self._write(_normed(terms, self.ln)[1], where, positions_T, cache)
 
     def _write(
         self,
@@ -282,6 +278,35 @@ class TextBlock(nn.Module):
         return out
 
 
+class Fp8TextBlock(nn.Module):
+    """A loaded `TextBlock` without gains and experts whose maps are in e4m3."""
+
+    def __init__(self, block: TextBlock, num_heads: int) -> None:
+        super().__init__()
+        mlp = block.mlp
+        assert isinstance(mlp, MLP), "experts are not in e4m3"
+        self.ln = copy.deepcopy(block.ln)  # packing makes the block's own plain
+        centres = Centres.zeros(mlp.fc1.in_features, mlp.fc2.in_features, self.ln.weight.device)
+        self.attn = Fp8Attention(block.attn, num_heads, self.ln, centres)
+        self.mlp = Fp8MLP(mlp, self.ln, centres)
+
+    def forward(
+        self,
+        terms: Terms,
+        where: AttentionMetadata | Span | PlacedSpan,
+        _positions_T: torch.Tensor,
+        cache: LayerCache,
+        attend: Attend,
+        adapters: BlockAdapters | None,
+    ) -> Terms:
+        assert adapters is None, "low-rank changes are of the maps in bf16"
+        x, normed = _normed(terms, self.ln)
+        rows = ops.quantise(normed)
+        qkv_TCE = self.attn.qkv.multiply(rows).view(len(normed), -1, cache.k_NHSE.shape[3])
+        heads = ops.rotate_and_cache(qkv_TCE, where, *cache)
+        return x, self.attn.join(attend(*heads, cache)), self.mlp(rows)
+
+
 class Text(nn.Module):
     """Embedding table, decoder blocks and head."""
 
@@ -298,6 +323,26 @@ class Text(nn.Module):
         self.quantised_head: QuantisedHead | None = None
         self.head: StoredMap | None = None
         self._on_cpu: cpu.CpuDecoder | None = None
+        self.image_blocks: Sequence[TextBlock | Fp8TextBlock] = ()
+
+    def use_fp8(self) -> None:
+        """Add copies of loaded blocks in e4m3, for images without adapters, unless there are any.
+
+        Gains and experts stay, and the last block, of which an image needs keys and values only.
+
+        Raises:
+            InvalidField: the device or a layer does not allow it.
+        """
+        if self.image_blocks:
+            return
+        *blocks, last = self.text_blocks()
+        copies = (
+            block
+            if block.attn.tau is not None or isinstance(block.mlp, MoE)
+            else Fp8TextBlock(block, self._num_heads)
+            for block in blocks
+        )
+        self.image_blocks = (*copies, last)
 
     def use_library(self, library: Library) -> None:
         """Run layers that are packed for it in one call, unless they have gains or experts."""
@@ -453,11 +498,15 @@ class Text(nn.Module):
         return _sum(self._blocks(count, x_TD, where, positions_T, kv, attend, chunk.adapters))
 
     def cache_span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache) -> None:
-        """Write keys and values; skip the rest of the last block."""
-        if (decoder := self._cpu_decoder(kv)) is not None:
+        """Write keys and values; skip the rest of the last block.
+
+        An image without an adapter passes in e4m3 after `use_fp8`, a text's first token does not.
+        """
+        fp8 = bool(self.image_blocks) and len(x_TD) > 1 and span.adapters is None
+        if not fp8 and (decoder := self._cpu_decoder(kv)) is not None:
             self._cpu_span(decoder, x_TD, span, kv, caches_only=True)
             return
-        terms = self._span(x_TD, span, kv, len(self.blocks) - 1)
+        terms = self._span(x_TD, span, kv, len(self.blocks) - 1, fp8=fp8)
         self._cache(terms, span_metadata(span, self.rope), _positions(span, x_TD), kv)
 
     def cache_stacked(self, x_CPD: torch.Tensor, pages_CM: torch.Tensor, kv: KVCache) -> None:
@@ -472,7 +521,7 @@ class Text(nn.Module):
         x_TD, count = x_CPD.flatten(0, 1), len(self.blocks) - 1
         counters = self._counters
         with contextlib.nullcontext() if counters is None else counters.cleared():
-            terms = self._blocks(count, x_TD, where, positions_T, kv, attend, None)
+            terms = self._blocks(count, x_TD, where, positions_T, kv, attend, None, fp8=True)
             self._cache(terms, where, positions_T, kv)
 
     def decode(self, x_BD: torch.Tensor, batch: DecodeBatch, kv: KVCache) -> torch.Tensor:
@@ -515,10 +564,12 @@ class Text(nn.Module):
     def _attentions(self) -> list[Attention]:
         return [module for module in self.modules() if isinstance(module, Attention)]
 
-    def _span(self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache, count: int) -> Terms:
+    def _span(
+        self, x_TD: torch.Tensor, span: PrefillSpan, kv: KVCache, count: int, *, fp8: bool = False
+    ) -> Terms:
         where, attend = span_metadata(span, self.rope), span_attention(span, x_TD.shape[0])
         positions_T = _positions(span, x_TD)
-        return self._blocks(count, x_TD, where, positions_T, kv, attend, span.adapters)
+        return self._blocks(count, x_TD, where, positions_T, kv, attend, span.adapters, fp8=fp8)
 
     def _blocks(
         self,
@@ -529,9 +580,13 @@ class Text(nn.Module):
         kv: KVCache,
         attend: Attend,
         adapters: AdaptedRows | None,
+        *,
+        fp8: bool = False,
     ) -> Terms:
+        """Run the first `count` blocks; `fp8`: their copies in e4m3, if there are any."""
         terms: Terms = (x,)
-        for layer, block in enumerate(itertools.islice(self.blocks, count)):
+        blocks = self.image_blocks if fp8 and self.image_blocks else self.blocks
+        for layer, block in enumerate(itertools.islice(blocks, count)):
             own = adapters.layer(layer) if adapters is not None else None
             terms = block(terms, where, positions_T, kv.layer(layer), attend, own)
         return terms
@@ -560,6 +615,13 @@ def _make_plain(norm: nn.LayerNorm) -> None:
     ones, zeros = torch.ones_like(norm.weight), torch.zeros_like(norm.bias)
     norm.weight = nn.Parameter(ones, requires_grad=False)
     norm.bias = nn.Parameter(zeros, requires_grad=False)
+
+
+def _normed(terms: Terms, norm: nn.LayerNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of terms and its norm."""
+    if len(terms) == 1:
+        return terms[0], norm(terms[0])
+    return ops.add3_norm(*terms, norm)
 
 
 def _sum(terms: Terms) -> torch.Tensor:

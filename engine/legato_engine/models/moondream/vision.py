@@ -141,11 +141,8 @@ class Vision(nn.Module):
             block.use_fp8(self._config.num_heads, of_block)
 
     def no_centres(self) -> list[Centres]:
-        zeros_D, zeros_F = (
-            torch.zeros(size, device=self.pos_emb.device)
-            for size in (self._config.dim, self._config.ff_dim)
-        )
-        return [Centres(zeros_D, zeros_D, zeros_D, zeros_F)] * len(self.blocks)
+        sizes = self._config.dim, self._config.ff_dim
+        return [Centres.zeros(*sizes, self.pos_emb.device)] * len(self.blocks)
 
     def _vision_blocks(self) -> list[VisionBlock]:
         blocks = [block for block in self.blocks if isinstance(block, VisionBlock)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from legato_engine.models.moondream.vision import patches, stitch
 from legato_engine.models.paged_attention import Chunk, DecodeBatch, PrefillSpan
 from legato_engine.types import ImageBox, ImagePoint, PromptToken
 
-from tests.engine.models.paged_session import PagedSession
+from tests.engine.models.paged_session import PAGE_SIZE, PagedSession
 from tests.engine.models.reference_moondream import ReferenceMoondream, pooled
 
 COORD, SIZE, EOS = 5, 6, 0
@@ -293,8 +294,11 @@ def test_prefix_sees_itself_both_ways(tiny_model, frontend, prepare):
     assert not torch.equal(*start)
 
 
-def test_images_in_one_pass_have_the_bytes_of_one_by_one(either_model):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_images_in_one_pass_have_the_bytes_of_one_by_one(either_model, fp8):
     """Images in one pass fill their own pages, on the CPU with the same bits."""
+    if fp8:
+        either_model = in_fp8(either_model)
     together, apart = PagedSession(either_model), PagedSession(either_model)
     generator = torch.Generator().manual_seed(3)
     x_CPD = torch.randn(3, 15, either_model.width, generator=generator).to(either_model.dtype)
@@ -306,6 +310,54 @@ def test_images_in_one_pass_have_the_bytes_of_one_by_one(either_model):
         ours, theirs = (getattr(each.kv, name).float() for each in (together, apart))
         assert torch.equal(ours.nan_to_num(-1.0), theirs.nan_to_num(-1.0))
         assert not torch.equal(ours[-1, 1], ours[-1, 3])
+
+
+def in_fp8(model):
+    """The model with copies of its blocks in e4m3."""
+    model = copy.deepcopy(model)
+    model._network.text.use_fp8()
+    return model
+
+
+def prefix_of(model, length, adapters=None):
+    """Keys and values of a prefix of these many noise positions, [2, L, P, H, E]."""
+    session = PagedSession(model, num_rows=1)
+    generator = torch.Generator().manual_seed(5)
+    x_PD = torch.randn(length, model.width, generator=generator).to(model.dtype)
+    pages_M = torch.arange(1, 2 - length // -PAGE_SIZE)
+    span = PrefillSpan(0, pages_M, bidirectional=True, adapters=adapters)
+    model.cache_span(x_PD, span, session.kv)
+    caches = (session.kv.k_LNHSE, session.kv.v_LNHSE)
+    return torch.stack([each[:, pages_M].float().movedim(2, 3).flatten(1, 2) for each in caches])[
+        :, :, :length
+    ]
+
+
+def test_only_images_pass_in_e4m3(mid_config, make_model):
+    """Text, an image with an adapter and questions keep the bits that they had."""
+    plain, _ = make_model(mid_config)
+    ours = in_fp8(plain)
+    bank = plain.adapter_bank(1, 8)
+    rows = bank.rows(torch.zeros(1, dtype=torch.int64), bank.ranks[-1])
+    for length, adapters in ((1, None), (40, rows)):
+        pair = (prefix_of(model, length, adapters) for model in (plain, ours))
+        assert torch.equal(*pair)
+    ours_2LPHE, truth_2LPHE = prefix_of(ours, 40), prefix_of(plain, 40)
+    errors_2L = (ours_2LPHE - truth_2LPHE).flatten(2).norm(dim=2) / truth_2LPHE.flatten(2).norm(
+        dim=2
+    )
+    assert (errors_2L > 0.01).all()
+    assert (errors_2L < 0.09).all()
+    prompt = PrefillSpan(0, torch.arange(1, 4), bidirectional=False)
+    x_TD = torch.randn(20, plain.width)
+    assert torch.equal(
+        *(model.prefill(x_TD, prompt, PagedSession(model).kv) for model in (plain, ours))
+    )
+
+
+def test_layers_with_gains_or_experts_are_not_in_e4m3(tiny3_model):
+    """Images of such a model have the bits that they had."""
+    assert torch.equal(prefix_of(in_fp8(tiny3_model), 20), prefix_of(tiny3_model, 20))
 
 
 def test_passes_of_one_shape_compute_what_a_prefill_does(tiny_model):

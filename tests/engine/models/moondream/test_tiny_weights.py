@@ -17,7 +17,7 @@ from legato_engine.config import LoadOptions
 from legato_engine.errors import InvalidField
 from legato_engine.kernels import map_codes
 from legato_engine.kernels.cpu.library import library
-from legato_engine.kernels.step import MapPart
+from legato_engine.kernels.step import HEAD_DIM, MapPart
 from legato_engine.layers.linear import Linear
 from legato_engine.models import quantise
 from legato_engine.models.moondream import vision_fp8
@@ -26,6 +26,7 @@ from legato_engine.models.moondream.model import MoondreamModel
 from legato_engine.models.moondream.tasks import Allow
 from legato_engine.models.moondream.tokenizer import BytePairTokenizer
 from legato_engine.models.moondream.weights import load_weights
+from legato_engine.models.paged_attention import KVCache
 from legato_engine.models.registry import resolve
 from legato_engine.types import CaptionLength, ImageProperties
 from PIL import Image
@@ -33,7 +34,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.engine.models.moondream.test_model import payload_of
-from tests.engine.models.paged_session import PagedSession
+from tests.engine.models.paged_session import PAGE_SIZE, PagedSession
 from tests.engine.models.reference_moondream import ReferenceMoondream
 
 CPU = torch.device("cpu")
@@ -490,25 +491,26 @@ def test_a_calibration_keeps_few_blocks_for_its_error(calibrated):
 @pytest.mark.parametrize(
     ("has_calibration", "files"), [(True, list(TRUTH)[:3]), (False, list(TRUTH)[3:])]
 )
-def test_an_fp8_tower_answers_as_a_float32_one(
+def test_images_in_fp8_are_answered_as_in_float32(
     bundle, model, prompts, exact_answers, monkeypatch, calibrated, has_calibration, files
 ):
-    """On the samples: the same boxes and points, and nearly all tokens of texts."""
-    vision = load_weights(bundle.config, FOLDER, CPU, torch.float32).vision
-    vision_fp8.use_fp8(vision, calibrated if has_calibration else FOLDER)
-    exact_embeddings = model.prefix_embeddings
+    """On the samples: the same boxes and points, and nearly all tokens of texts.
+
+    The tower is in e4m3, and so is the decoder's pass over an image.
+    """
+    folder = calibrated if has_calibration else FOLDER
+    options = LoadOptions(vision_fp8=True)
+    ours_model = resolve("legato-tiny", str(folder)).load(CPU, torch.float32, options)
     same = tokens = 0
     for file in files:
         image = prepared(bundle, file)
-        exact_PX = exact_embeddings(image)
-        crops = torch.from_numpy(image.pixels.pixels_NHWC.copy())
-        ours_PX = torch.cat([exact_PX[:1], vision(crops, image.pixels.tiling)])
+        exact_PX, ours_PX = (each.prefix_embeddings(image) for each in (model, ours_model))
         error = (ours_PX - exact_PX)[1:].norm() / exact_PX[1:].norm()
         assert 0.005 < float(error) < 0.04
         for cycle, asked in asked_by_cycle(prompts, file).items():
-            with monkeypatch.context() as patched:
-                patched.setattr(model, "prefix_embeddings", lambda _, x=ours_PX: x.clone())
-                answers = greedy(model, image, asked, cycle)
+            with monkeypatch.context() as patched:  # embeds once
+                patched.setattr(ours_model, "prefix_embeddings", lambda _, x=ours_PX: x.clone())
+                answers = greedy(ours_model, image, asked, cycle)
             for ours, exact in zip(answers, exact_answers(file, cycle), strict=True):
                 if cycle == TEXT_CYCLE:
                     tokens += len(exact)
@@ -521,6 +523,43 @@ def test_an_fp8_tower_answers_as_a_float32_one(
                     pairs = zip(boxes_of(ours), boxes_of(exact), strict=True)
                     assert all(iou(a, b) >= 0.85 for a, b in pairs)
     assert same >= 0.95 * tokens
+
+
+def image_cache(text, x_PD):
+    """Keys and values of an image's positions, layer by layer."""
+    text.fill(CPU)
+    num_pages = -(-len(x_PD) // PAGE_SIZE)
+    layers, heads = len(text.blocks), x_PD.shape[1] // HEAD_DIM
+    shape = (2, layers, num_pages + 1, heads, PAGE_SIZE, HEAD_DIM)
+    kv = KVCache(*torch.zeros(shape, dtype=x_PD.dtype))
+    text.cache_stacked(x_PD[None], torch.arange(1, num_pages + 1)[None], kv)
+    return torch.stack([kv.k_LNHSE, kv.v_LNHSE], 1).float()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_in_fp8_are_of_the_weights_before_they_are_packed(bundle, files, kind):
+    """Packing changes the last block only; of a quantised file its values are rounded once more."""
+    generator = torch.Generator().manual_seed(2)
+    x_PD = torch.randn(100, bundle.config.text.dim, generator=generator).bfloat16()
+    plain, packed = (load_weights(bundle.config, FOLDER, CPU, torch.bfloat16) for _ in range(2))
+    truth_L = image_cache(plain.text, x_PD)
+    for network in (plain, packed):
+        network.text.use_fp8()
+    packed.quantise(kind)
+    packed.text.use_fp8()  # another time changes nothing
+    of_plain_L, of_packed_L = (image_cache(each.text, x_PD) for each in (plain, packed))
+    assert torch.equal(of_plain_L[:-1], of_packed_L[:-1])
+    assert not torch.equal(of_plain_L[-1], of_packed_L[-1])
+    codes = map_codes.format_of(map_codes.KINDS[kind])
+    stored = load_weights(bundle.config, files[kind], CPU, torch.bfloat16, codes=codes)
+    stored.quantise(kind)
+    rounded_L = image_cache(stored.text, x_PD)
+    stored.text.use_fp8()
+    twice_L = image_cache(stored.text, x_PD)
+    assert all(block.ln.weight.eq(1).all() for block in stored.text.image_blocks)
+    for ours_L, expected_L in ((of_plain_L, truth_L), (twice_L, rounded_L)):
+        for ours, expected in zip(ours_L, expected_L, strict=True):
+            assert 0.005 < float((ours - expected).norm() / expected.norm()) < 0.08
 
 
 @pytest.fixture(scope="module")
