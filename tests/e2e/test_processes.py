@@ -333,7 +333,7 @@ LONG = (pytest.mark.slow, pytest.mark.timeout(600))  # minutes, on a slow machin
 
 @pytest.mark.parametrize(
     ("count", "engine_growth"),
-    [(64, 6 * MEBIBYTE), pytest.param(3000, 24 * MEBIBYTE, marks=LONG)],
+    [(120, 18 * MEBIBYTE), pytest.param(3000, 24 * MEBIBYTE, marks=LONG)],
 )
 async def test_memory_and_files_stay(server, count, engine_growth):
     """After a warm-up, many requests leave memory within a bound, and no file open.
@@ -342,7 +342,7 @@ async def test_memory_and_files_stay(server, count, engine_growth):
     requests brings a new one, so a leak of them passes its bound.
     """
     worker = Worker(server.address)
-    await worker.run(40)
+    await worker.run(60)
     await asyncio.to_thread(server.settle)
     pids = (server.process.pid, server.engine_pid)
     memory = [own_bytes(pid) for pid in pids]

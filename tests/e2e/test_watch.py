@@ -32,7 +32,7 @@ from tests.e2e.server import ENVIRONMENT, Server, until
 from tests.e2e.test_lost_servers import end, started
 
 NULL = ("--model", "null", "--null-objects", "2")
-FRAMES = 4
+FRAMES = 6
 
 
 @pytest.fixture
