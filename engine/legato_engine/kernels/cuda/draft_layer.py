@@ -87,7 +87,12 @@ class DraftLayerKernels:
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
         """`kv`: bf16 keys and values [N, H, S, E]; `angles`: cosines and sines."""
-        assert all(each.is_contiguous() for each in (*kv, *angles)), "read as they are declared"
+        maps = (getattr(weights, field.name) for field in dataclasses.fields(weights))
+        values = [
+            tensor for each in maps for tensor in (each if isinstance(each, Affine) else [each])
+        ]
+        assert {each.dtype for each in (*values, *kv)} == {torch.bfloat16}, "bf16 is read"
+        assert all(each.is_contiguous() for each in (*values, *kv, *angles)), "rows are read whole"
         module = Module(SOURCE, sizes.defines)
         self._join, self._in, self._attend, self._out, self._head = (
             module.kernel(f"draft_{name}") for name in ("join", "in", "attend", "out", "head")

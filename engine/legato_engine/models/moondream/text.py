@@ -410,7 +410,8 @@ class Text(nn.Module):
         """Return the head in bf16, a copy if it is quantised."""
         if self.quantised_head is None:
             return affine(self.lm_head)
-        return Affine(self.quantised_head.map.dense(), self.lm_head.bias)
+        weight_VD = self.quantised_head.map.dense()
+        return Affine(weight_VD, self.lm_head.bias.to(weight_VD.dtype))
 
     @property
     def runs_by_library(self) -> bool:

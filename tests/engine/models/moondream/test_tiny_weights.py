@@ -296,6 +296,20 @@ def test_a_quantised_file_is_what_a_load_quantises(bundle, files, kind):
     assert files[kind].stat().st_size < 0.85 * (FOLDER / "model.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize("kind", ["packed", *KINDS])
+def test_a_draft_reads_a_packed_head_as_it_reads_others(bundle, kind):
+    """Weights and bias are bf16, and most tokens are those of the head that was packed."""
+    plain = load_weights(bundle.config, FOLDER, CPU, torch.bfloat16).text
+    packed = quantised_at_load(bundle, kind).text
+    hidden_TD = 3.0 * torch.randn(200, packed.wte.shape[1]).bfloat16()
+    ours, theirs = (
+        torch.nn.functional.linear(text.post_ln(hidden_TD), *text.dense_head())
+        for text in (packed, plain)
+    )
+    assert {each.dtype for each in packed.dense_head()} == {torch.bfloat16}
+    assert (ours.argmax(1) == theirs.argmax(1)).float().mean() > 0.9
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cpu_reads_a_quantised_file(bundle, prompts, files, kind):
     """Greedy answers are those of weights that were quantised at load, dequantised."""
